@@ -1,1 +1,1 @@
-"""kvbench from Python: what `import kvbench` offers beside the building blocks."""
+"""Python interface: the functions that `import kvbench` exports, apart from the building blocks."""

@@ -15,21 +15,21 @@ class Columns:
         return 0 if self._tokens is None else self._tokens.shape[1]
 
     def append(self, tokens: Tensor, kept: Tensor) -> None:
-        """Notes that columns were read."""
+        """Append columns that were read."""
         if self._tokens is None or self._kept is None:
             self._tokens, self._kept = tokens, kept
         else:
             self._tokens, self._kept = torch.cat([self._tokens, tokens], 1), torch.cat([self._kept, kept], 1)
 
     def of_prompt(self, tokens: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:
-        """Which tokens of a prompt (int64 [B, N]) are no padding, bool [B, N]: the last ones of every row."""
+        """Mask of the prompt tokens (int64 [B, N]) that are not padding, bool [B, N]: the last ones of every row."""
         kept = _kept(tokens, mask)
         _check_positions(positions, kept, torch.zeros(len(kept), 1, dtype=torch.int64, device=kept.device), 0)
         return kept
 
     def of_turn(self, tokens: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:
-        """Which tokens of a turn or a step (int64 [B, n]) are no padding, bool [B, n]; the mask is of these columns or
-        of all."""
+        """Mask of the tokens of a turn or step (int64 [B, n]) that are not padding, bool [B, n]; covers these columns
+        or all."""
         assert self._kept is not None, "a prompt was read"
         kept, width = torch.ones_like(tokens, dtype=torch.bool), tokens.shape[1]
         if mask is not None:
@@ -70,7 +70,7 @@ class Columns:
 
 
 def _kept(tokens: Tensor, mask: Tensor | None) -> Tensor:
-    """Which tokens (int64 [B, N]) are no padding, bool [B, N]: the last ones of every row."""
+    """Mask of the tokens (int64 [B, N]) that are not padding, bool [B, N]: the last ones of every row."""
     if mask is None:
         return torch.ones_like(tokens, dtype=torch.bool)
     if mask.shape != tokens.shape:
@@ -88,7 +88,7 @@ def _kept(tokens: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _check_positions(positions: Tensor | None, kept: Tensor, before: Tensor, columns: int) -> None:
-    """Raises ValueError unless positions [..., B or 1, n] are those of the text behind so many tokens (int64 [B, 1])
+    """Raise ValueError unless positions [..., B or 1, n] are those of the text behind so many tokens (int64 [B, 1])
     and columns: counted without padding, as generate does, or by column, as a model does that gets none. Those of
     padding may be any."""
     if positions is None:
@@ -96,8 +96,8 @@ def _check_positions(positions: Tensor | None, kept: Tensor, before: Tensor, col
     counted = before + kept.long().cumsum(1) - 1
     by_column = torch.arange(columns, columns + kept.shape[1], device=kept.device)
     if positions.ndim >= 1 and positions.shape[-1] == kept.shape[1] and _broadcasts(positions, kept):
-        given = positions.to(kept.device)
-        if any(bool(((given == wanted) | ~kept).all()) for wanted in (counted, by_column)):
+        position_ids = positions.to(kept.device)
+        if any(bool(((position_ids == wanted) | ~kept).all()) for wanted in (counted, by_column)):
             return
     raise ValueError(
         f"position_ids of shape {tuple(positions.shape)} are not those of the text: a compressed cache counts tokens "

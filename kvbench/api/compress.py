@@ -1,6 +1,6 @@
 """transformers' own `generate` over a compressed cache.
 
-Inside `compress`, the model's `forward` is a door to a `Runner`: a prompt of a batch is read row by row without its
+Inside `compress`, the model's `forward` is redirected to a `Runner`: a prompt of a batch is read row by row without its
 padding, each later token is one step for all rows, and a later turn of a conversation is read behind what a row holds,
 as the engine does it. Only the object is changed, never its class, and the change ends with the block.
 """
@@ -33,10 +33,10 @@ _IS_OURS = "_kvbench_door"
 
 
 class _Cache:
-    """What transformers asks a cache for."""
+    """Methods that transformers calls on a cache."""
 
     is_compileable = False  # before it compiles a decode step
-    is_linear = (False,)  # since 5.24, of every layer: whether it has a state in place of keys and values
+    is_linear = (False,)  # since 5.24, of every layer: whether it has a state instead of keys and values
 
     def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
         raise ValueError(
@@ -49,7 +49,7 @@ class _Cache:
 
 
 class CompressedCache(_Cache):
-    """What `compress` gives: the cache of the last prompts that were read, and how many bytes it holds."""
+    """Cache of the last prompts read, returned by `compress`, and the bytes that it holds."""
 
     def __init__(self, model: LoadedModel, policy: Policy, backend: str, room_tokens: int | None) -> None:
         self._max_tokens, self._room_tokens = model.max_tokens, room_tokens
@@ -62,7 +62,7 @@ class CompressedCache(_Cache):
         self._last: list[dict[str, int]] = []  # the ledgers of rows that are closed
 
     def bytes(self, row: int | None = None) -> dict[str, int]:
-        """What the cache holds, item by item; after the block, what it held at its end.
+        """Bytes of the cache, item by item; after the block, those at its end.
 
         Args:
             row: Of one row of the batch; None for the sum over all.
@@ -92,15 +92,15 @@ class CompressedCache(_Cache):
         ]
 
     def _clear(self) -> None:
-        """Gives back the pages of the last batch, and remembers what they were."""
+        """Free the pages of the last batch, and keep its ledgers."""
         if self._rows:
             self._last = self._ledgers()
         self._rows, self._columns = [], Columns()
         self._runner.close_all()
 
     @contextmanager
-    def _together(self) -> Iterator[None]:
-        """All rows read what comes, or none is left."""
+    def _all_or_none(self) -> Iterator[None]:
+        """Close all rows if reading fails for one."""
         try:
             yield
         except BaseException:
@@ -112,11 +112,11 @@ class CompressedCache(_Cache):
         return BatchCache(self, self._batch.number + 1, new_tokens)
 
     def _begin(self, batch: "BatchCache", tokens: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:
-        """Reads the prompts of a batch (int64 [B, N], padded at the left); logits [B, vocabulary] after them."""
+        """Read the prompts of a batch (int64 [B, N], padded at the left); logits [B, vocabulary] after them."""
         kept = self._columns.of_prompt(tokens, mask, positions)
         self._clear()
         self._batch, batch.is_read = batch, True
-        prompts = [row[own].tolist() for row, own in zip(tokens, kept, strict=True)]
+        prompts = [row[row_mask].tolist() for row, row_mask in zip(tokens, kept, strict=True)]
         longest = max(map(len, prompts))
         if longest >= self._max_tokens:
             raise ValueError(f"a prompt of {longest} tokens leaves no room in the model's context, {self._max_tokens}")
@@ -129,7 +129,7 @@ class CompressedCache(_Cache):
         self._left = keep_tables(lengths, {tokens.shape[1]}, min(limits), is_said=is_said)
         self._runner.reserve(rows=len(prompts), prompt_tokens=longest, new_tokens=max(1, *limits))
         logits = []
-        with self._together():
+        with self._all_or_none():
             for prompt, limit in zip(prompts, limits, strict=True):
                 row, read = self._runner.read(prompt, new_tokens=limit)  # its own, whatever the batch has room for
                 self._rows.append(row)
@@ -138,7 +138,7 @@ class CompressedCache(_Cache):
         return torch.stack(logits)
 
     def _go_on(self, tokens: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:
-        """Reads more of every row (int64 [B, n]): a step of one token, or the next turn of a conversation, which may
+        """Read more of every row (int64 [B, n]): a step of one token, or the next turn of a conversation, which may
         have padding in front; logits [B, vocabulary] after it."""
         width = tokens.shape[1]
         if len(tokens) != len(self._rows):
@@ -148,26 +148,28 @@ class CompressedCache(_Cache):
             )
         self._check_room(width)
         kept = self._columns.of_turn(tokens, mask, positions)
-        with self._together():
+        with self._all_or_none():
             if width == 1:
                 logits = self._runner.step(self._rows, tokens[:, 0].tolist()).clone()  # not of inference mode
             else:
-                turns = [row[own].tolist() for row, own in zip(tokens, kept, strict=True)]
+                turns = [row[row_mask].tolist() for row, row_mask in zip(tokens, kept, strict=True)]
                 each = [self._runner.append(row, turn) for row, turn in zip(self._rows, turns, strict=True)]
                 logits = torch.stack(each)
         self._columns.append(tokens, kept)
         self._left -= width
         return logits
 
-    def _expect(self, asked: dict[str, Any], prompt: Tensor | None, most: int | None, returned: bool) -> "BatchCache":
-        """The cache with which `generate` reads a prompt (int64 [B, N]) and adds `most` tokens (None = it did not say;
+    def _expect(
+        self, arguments: dict[str, Any], prompt: Tensor | None, most: int | None, returned: bool
+    ) -> "BatchCache":
+        """The cache with which `generate` reads a prompt (int64 [B, N]) and adds `most` tokens (None = not set;
         the last one is not read): a new one, or where it is given one that holds rows, that one; raises ValueError
         unless the next turn fits behind these."""
-        if (held := _taken(asked, self)) is not None:
+        if (held := _taken(arguments, self)) is not None:
             self._check_room(self._columns.check_conversation(prompt) + (most or 1) - 1)
             return held
-        new_tokens, is_given = self._room_tokens, any(asked.get(name) is self for name in hf.CACHE_NAMES)
-        if new_tokens is None and most is not None and not is_given and not returned:  # else another turn may come
+        new_tokens, is_passed = self._room_tokens, any(arguments.get(name) is self for name in hf.CACHE_NAMES)
+        if new_tokens is None and most is not None and not is_passed and not returned:  # else another turn may come
             new_tokens = max(0, most - 1)
         self._clear()
         self._batch = self._next_batch(new_tokens)
@@ -182,35 +184,35 @@ class CompressedCache(_Cache):
                 f"model's context is {self._max_tokens} tokens"
             )
 
-    def _forward(self, asked: dict[str, Any]) -> "CausalLMOutputWithPast":
+    def _forward(self, arguments: dict[str, Any]) -> "CausalLMOutputWithPast":
         """One call of the model's `forward`, with the arguments that it was given."""
         from transformers.modeling_outputs import CausalLMOutputWithPast
 
-        tokens, batch = asked.get("input_ids"), _taken(asked, self)
+        tokens, batch = arguments.get("input_ids"), _taken(arguments, self)
         for name in ("use_cache", "inputs_embeds", "output_attentions", "output_hidden_states"):
-            check(name, asked.get(name))
-        if asked.get("labels") is not None:
+            check(name, arguments.get(name))
+        if arguments.get("labels") is not None:
             raise ValueError("labels: a loss needs every logit of an uncompressed pass; compute it outside the block")
         if tokens is None or tokens.ndim != 2 or not tokens.numel():
             raise ValueError("kvbench.compress needs input_ids of shape [batch, tokens], with at least one of each")
         goes_on = batch is not None and batch.is_read
-        last = asked.get("logits_to_keep")
+        last = arguments.get("logits_to_keep")
         if not (goes_on and tokens.shape[1] == 1) and not (isinstance(last, int) and last == 1):
             raise ValueError(
                 f"logits_to_keep={last!r}: inside kvbench.compress a prompt gives the logits "
                 "after its last token; pass logits_to_keep=1, as generate does"
             )
-        given_with = tokens.to(self._runner.device), asked.get("attention_mask"), asked.get("position_ids")
+        model_inputs = tokens.to(self._runner.device), arguments.get("attention_mask"), arguments.get("position_ids")
         if goes_on:
-            logits = self._go_on(*given_with)
+            logits = self._go_on(*model_inputs)
         else:
-            logits = self._begin(batch or self._next_batch(self._room_tokens), *given_with)
-        given: dict[str, Any] = {hf.generate_cache_name(): self._batch}
-        return CausalLMOutputWithPast(logits=logits[:, None], **given)
+            logits = self._begin(batch or self._next_batch(self._room_tokens), *model_inputs)
+        cache_field: dict[str, Any] = {hf.generate_cache_name(): self._batch}
+        return CausalLMOutputWithPast(logits=logits[:, None], **cache_field)
 
 
 class BatchCache(_Cache):
-    """What passes return as `past_key_values`: the cache of a batch of prompts, until others are read.
+    """Cache of a batch of prompts, returned by forward passes as `past_key_values`; valid until others are read.
 
     Args:
         cache: That of the block.
@@ -218,14 +220,14 @@ class BatchCache(_Cache):
         new_tokens: Most tokens that are read behind a prompt; None = all that the context has room for.
 
     Attributes:
-        is_read: The prompts were read; until then a `generate` has it that is about to read them.
+        is_read: The prompts were read; False until `generate` reads them.
     """
 
     def __init__(self, cache: CompressedCache, number: int, new_tokens: int | None) -> None:
         self.number, self.new_tokens, self.is_read, self._cache = number, new_tokens, False, cache
 
     def bytes(self, row: int | None = None) -> dict[str, int]:
-        """What the cache holds, as `CompressedCache.bytes` says; raises ValueError once other prompts were read."""
+        """Bytes of the cache, as `CompressedCache.bytes`; raises ValueError once other prompts were read."""
         self._check_last()
         return self._cache.bytes(row)
 
@@ -252,7 +254,7 @@ class BatchCache(_Cache):
 
 
 class _Block(AbstractContextManager[CompressedCache]):
-    """The `with` block that `compress` gives; whoever takes it for the cache is told what it is."""
+    """The `with` block that `compress` returns; used as if it were the cache, it raises an error that says so."""
 
     def __init__(self, block: AbstractContextManager[CompressedCache]) -> None:
         self._block = block
@@ -318,15 +320,18 @@ def _compressed(
     loaded, policy = begin(model, None, method, settings)
     with hf.attached(model):
         cache = CompressedCache(loaded, policy, backend, room_tokens)
-        with _instead(model, "forward", _door(model, cache)), _instead(model, "generate", _entry(model, cache)):
+        with (
+            _patched(model, "forward", _wrapped_forward(model, cache)),
+            _patched(model, "generate", _wrapped_generate(model, cache)),
+        ):
             try:
                 yield cache
             finally:
                 cache._clear()
 
 
-def _door(model: "PreTrainedModel", cache: CompressedCache) -> Callable[..., Any]:
-    """A `forward` that goes through the cache, except where the cache's own runner calls it."""
+def _wrapped_forward(model: "PreTrainedModel", cache: CompressedCache) -> Callable[..., Any]:
+    """Wrap `forward` to go through the cache, except where the cache's runner calls it."""
     forward = model.forward
 
     @functools.wraps(forward)
@@ -340,32 +345,36 @@ def _door(model: "PreTrainedModel", cache: CompressedCache) -> Callable[..., Any
     return door
 
 
-def _entry(model: "PreTrainedModel", cache: CompressedCache) -> Callable[..., Any]:
-    """A `generate` that refuses what a compressed cache cannot do before anything is read, and begins a new cache."""
-    own: Any = model  # the types of transformers give `generate` to the classes of the models only
-    generate: Callable[..., Any] = own.generate
+def _wrapped_generate(model: "PreTrainedModel", cache: CompressedCache) -> Callable[..., Any]:
+    """Wrap `generate` to refuse unsupported arguments before anything is read, and to begin a new cache."""
+    untyped: Any = model  # the types of transformers give `generate` to the classes of the models only
+    generate: Callable[..., Any] = untyped.generate
 
     @functools.wraps(generate)
     def entry(*args: Any, **kwargs: Any) -> Any:
-        asked = _arguments(type(own).generate, model, args, kwargs)
-        given = asked.get("generation_config")
-        sources = (asked, {} if given is None else vars(given), vars(model.generation_config))
+        arguments = _arguments(type(untyped).generate, model, args, kwargs)
+        generation_config = arguments.get("generation_config")
+        sources = (
+            arguments,
+            {} if generation_config is None else vars(generation_config),
+            vars(model.generation_config),
+        )
 
         def wanted(name: str, places: int = 3) -> Any:
             return next((source[name] for source in sources[:places] if source.get(name) is not None), None)
 
-        _taken(asked, cache)
+        _taken(arguments, cache)
         for name in REFUSED:
             if name not in hf.CACHE_NAMES:
                 check(name, wanted(name))
-        prompt = asked["inputs"] if asked.get("inputs") is not None else asked.get("input_ids")
+        prompt = arguments["inputs"] if arguments.get("inputs") is not None else arguments.get("input_ids")
         new_tokens = None
         if (most := wanted("max_new_tokens")) is not None:
             new_tokens = int(most)
         elif (length := wanted("max_length", places=2)) is not None and prompt is not None:
             new_tokens = int(length) - prompt.shape[1]  # a model's own may be a default that adds to the prompt
         with cache._lock:
-            batch = cache._expect(asked, prompt, new_tokens, bool(wanted("return_dict_in_generate")))
+            batch = cache._expect(arguments, prompt, new_tokens, bool(wanted("return_dict_in_generate")))
         kwargs = {name: value for name, value in kwargs.items() if name not in hf.CACHE_NAMES}
         return generate(*args, **kwargs | {hf.generate_cache_name(): batch})
 
@@ -375,38 +384,37 @@ def _entry(model: "PreTrainedModel", cache: CompressedCache) -> Callable[..., An
 def _arguments(
     method: Callable[..., Any], model: "PreTrainedModel", args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """The arguments of a call by name, as a method of the class calls them: one that a library put on the object may
-    hide that."""
+    """Arguments of a call by name, by the signature of the class's method: a library may have patched the object's."""
     bound = inspect.signature(method).bind(model, *args, **kwargs).arguments
     return bound | bound.pop("kwargs", {})
 
 
-def _taken(asked: dict[str, Any], cache: CompressedCache) -> BatchCache | None:
-    """The cache of prompts that a call was handed, by itself or as the block's, which is that of the last ones; None
-    where it has none, or the block's holds nothing. Refuses any other, under each of its names."""
-    found = None
+def _taken(arguments: dict[str, Any], cache: CompressedCache) -> BatchCache | None:
+    """Cache of prompts among the arguments of a call: itself or the block's, which is that of the last prompts; None
+    without one, or where the block's holds nothing. Any other cache is refused, under each of its names."""
+    batch = None
     for name in hf.CACHE_NAMES:
-        value = asked.get(name)
+        value = arguments.get(name)
         if isinstance(value, BatchCache) and value._cache is cache:
             value._check_held()
-            found = value
+            batch = value
         elif value is not cache:
             check(name, value)
         elif cache._rows:
-            found = cache._batch
-    return found
+            batch = cache._batch
+    return batch
 
 
 @contextmanager
-def _instead(model: "PreTrainedModel", name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Put a function in the place of an object's method for a while."""
-    own = vars(model)
-    had, before = name in own, own.get(name)
-    own[name] = function
+def _patched(model: "PreTrainedModel", name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Replace a method of an object by a function inside the block."""
+    attributes = vars(model)
+    had, before = name in attributes, attributes.get(name)
+    attributes[name] = function
     try:
         yield
     finally:
         if had:
-            own[name] = before
+            attributes[name] = before
         else:
-            del own[name]
+            del attributes[name]

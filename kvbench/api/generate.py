@@ -147,7 +147,7 @@ def begin(
     method: str | Policy,
     settings: Mapping[str, object],
 ) -> tuple[LoadedModel, Policy]:
-    """A model that somebody else loaded as the engine takes it, and the policy of a call, which fits it.
+    """Wrap a model loaded by the caller for the engine, and make the policy of a call for it.
 
     Its layers may lie on several devices. Its weights are not hashed: nothing that is kept depends on them.
     """
@@ -168,7 +168,7 @@ def begin(
 
 
 def choose_policy(method: str | Policy, settings: Mapping[str, object]) -> Policy:
-    """The policy that a call asks for, by name with the settings that differ from the YAML's."""
+    """Policy of a call: a method by name, with settings that override its YAML."""
     if not isinstance(method, str):
         if settings:
             raise ValueError(

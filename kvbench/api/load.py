@@ -1,4 +1,4 @@
-"""Stored runs as a table of pandas."""
+"""Stored runs as a pandas DataFrame."""
 
 import warnings
 from collections.abc import Mapping
@@ -50,13 +50,13 @@ def load(results_dir: str | Path = "results", *, samples: bool = False) -> "Data
             rows.append(run_row(record, folder))
             continue
         try:
-            found, damaged = read_samples(folder / "samples.jsonl", record.hash, sealed=record.sealed)
+            stored, damaged = read_samples(folder / "samples.jsonl", record.hash, sealed=record.sealed)
         except (ValueError, OSError) as error:
             left_out[folder.relative_to(root).as_posix()] = str(error)
             continue
         if damaged:
             left_out[folder.relative_to(root).as_posix()] = f"{damaged} damaged lines of samples.jsonl do not count"
-        rows += [sample_row(record, folder, sample) for sample in found.values()]
+        rows += [sample_row(record, folder, sample) for sample in stored.values()]
     for name, reason in left_out.items():
         warnings.warn(visible(f"{name}: {reason}"), stacklevel=2)
     table = pd.DataFrame(rows)
@@ -105,7 +105,7 @@ def sample_row(record: RunRecord, folder: Path, sample: SampleRecord) -> dict[st
 
 def settings_of(record: RunRecord) -> dict[str, Any]:
     """Every setting that is part of a run's identity, by the name that the command line gives it."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
 
     def take(name: str, value: object) -> None:
         if name in _NO_SETTINGS:
@@ -115,15 +115,15 @@ def settings_of(record: RunRecord) -> dict[str, Any]:
                 inner = f"{name}.{key}"
                 take(_SPELLED.get(inner, inner), item)
         else:
-            found[name] = value
+            result[name] = value
 
     for part, value in record.identity.items():
         take(_SPELLED.get(part, part), value)
-    return found
+    return result
 
 
-def _interval(name: str, found: Estimate | None) -> dict[str, float | None]:
-    value, low, high = (found.value, found.low, found.high) if found else (None, None, None)
+def _interval(name: str, estimate: Estimate | None) -> dict[str, float | None]:
+    value, low, high = (estimate.value, estimate.low, estimate.high) if estimate else (None, None, None)
     return {name: value, f"{name}_low": low, f"{name}_high": high}
 
 

@@ -28,7 +28,7 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
 
 
 def check(name: str, value: object) -> None:
-    """Raise ValueError when a value asks for what a compressed cache cannot do."""
+    """Raise ValueError for a value that a compressed cache does not support."""
     harmless, what = REFUSED[name]
     if any(value is known or (isinstance(value, bool | int | float | str) and value == known) for known in harmless):
         return

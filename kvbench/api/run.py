@@ -12,8 +12,8 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvbench.api.given import method_of, shared
 from kvbench.api.load import run_row, sample_row
+from kvbench.api.objects import method_of, shared
 from kvbench.config import calibrated, files
 from kvbench.config.code import check_unchanged
 from kvbench.config.compose import compose, for_their_methods, words_of
@@ -23,10 +23,10 @@ from kvbench.config.shorthand import every_setting
 from kvbench.policy import Policy
 from kvbench.results import provenance
 from kvbench.results.record import RunRecord
+from kvbench.runs.cross_run_batch import RunRequest, groups, run_cross_batch
 from kvbench.runs.parts import Loaders, policy_class
 from kvbench.runs.run import Run
 from kvbench.runs.sessions import Origin
-from kvbench.runs.together import Asked, groups, run_together
 from kvbench.show.progress import note
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ _WIDTH = 100  # columns of a table
 
 
 class _Tables(ABC):
-    """What one run and several of them show alike."""
+    """Tables common to one run and to several."""
 
     @abstractmethod
     def _runs(self) -> list[Run]: ...
@@ -45,12 +45,12 @@ class _Tables(ABC):
     @property
     @abstractmethod
     def picture(self) -> Path:
-        """The picture of scores and bytes, a PNG file beside the results."""
+        """The picture of scores and bytes, a PNG file next to the results."""
 
     @property
     def _records(self) -> list[RunRecord]:
-        found = [record for run in self._runs() for record in run.records]
-        return sorted(found, key=lambda record: record.method != FULL)
+        records = [record for run in self._runs() for record in run.records]
+        return sorted(records, key=lambda record: record.method != FULL)
 
     @property
     def table(self) -> str:
@@ -88,7 +88,7 @@ class _Tables(ABC):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Result(_Tables):
-    """One run, beside the full cache on the same samples."""
+    """One run, compared with the full cache on the same samples."""
 
     run: Run
     """The records and samples as they were stored."""
@@ -108,7 +108,7 @@ class Result(_Tables):
 
     @property
     def folder(self) -> Path:
-        """Where the run lies."""
+        """Folder of the run."""
         return self.run.folder
 
     @property
@@ -141,12 +141,12 @@ class Results(_Tables, Sequence[Result]):
 
 @cache
 def _loaders() -> Loaders:
-    """The runs of one process share the last model, the last task and the prompts that were read."""
+    """Loaders of the process: runs share the last model, the last task and the prompts that were read."""
     return Loaders()
 
 
 def release() -> None:
-    """Let go of the model, the task and the prompts that `run` keeps for the next run."""
+    """Release the model, the task and the prompts that `run` keeps for the next run."""
     _loaders.cache_clear()
 
 
@@ -181,7 +181,7 @@ def run(
         config_dir: A folder with `method/NAME.yaml` of one's own, as `--config-dir` takes it.
         settings: Any other settings by the names of the command line, such as `{"task.subsets": ["trec"],
             "protocol.max_new_tokens": 64}`.
-        policy: A policy that was made already, in place of a method.
+        policy: A policy that was made already, instead of a method.
         tokenizer: That of a model that is loaded already.
         **method_settings: Settings of the method, such as `budget=0.25`, and others that one group alone has, such as
             `length=512` of the task.
@@ -212,30 +212,30 @@ def run(
 
 
 def _run(
-    asked: Sequence[Mapping[str, Any]],
+    calls: Sequence[Mapping[str, Any]],
     config_dir: str | Path | None,
     *,
     policy: Policy | None = None,
     model: Mapping[str, Any] | None = None,
     loaders: Loaders | None = None,
 ) -> list[Result]:
-    """Runs by the arguments of `run`, those that can go together together; raises what the first to fail raised, once
-    all have ended.
+    """Run calls with the arguments of `run`, in cross-run batches where possible; raises the error of the first that
+    failed, once all have ended.
 
     Args:
-        policy: In place of the method of each.
-        model: The group of a model that `loaders` have, in place of that of each.
+        policy: Instead of the method of each.
+        model: The group of a model that `loaders` have, instead of that of each.
     """
     from kvbench.show import figure
 
-    own = list(files.own_folders()) if config_dir is None else [Path(config_dir).expanduser()]
-    asked, method_files = _without_files(asked)
-    own += [path for path in method_files if path not in own]
-    found: dict[int, Run | Exception] = {}
-    with files.with_own_folders(own):
+    config_dirs = list(files.config_dirs()) if config_dir is None else [Path(config_dir).expanduser()]
+    calls, method_files = _without_files(calls)
+    config_dirs += [path for path in method_files if path not in config_dirs]
+    finished: dict[int, Run | Exception] = {}
+    with files.with_config_dirs(config_dirs):
         sys.path += [folder for folder in files.import_folders(method_files) if folder not in sys.path]
         jobs = []
-        wanted, said = for_their_methods([_words(**each) for each in asked])
+        wanted, said = for_their_methods([_words(**each) for each in calls])
         for sentence in said:
             note(sentence)
         for words in wanted:
@@ -246,12 +246,12 @@ def _run(
             if model is not None:
                 cfg.model = model
             check_unchanged(provenance.method_files(policy_class(cfg.method._target_)))
-            jobs.append(Asked(cfg=cfg, method=name, say=note, origin=Origin()))
+            jobs.append(RunRequest(cfg=cfg, method=name, say=note, origin=Origin()))
         for numbers in groups([job.cfg for job in jobs]):
-            for place, ended in run_together([jobs[number] for number in numbers], loaders or _loaders()):
-                found[numbers[place]] = ended
+            for index, ended in run_cross_batch([jobs[number] for number in numbers], loaders or _loaders()):
+                finished[numbers[index]] = ended
     results = []
-    for _, ended in sorted(found.items()):
+    for _, ended in sorted(finished.items()):
         if isinstance(ended, Exception):
             raise ended
         results.append(result := Result(run=ended))
@@ -260,11 +260,11 @@ def _run(
     return results
 
 
-def _without_files(asked: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[Path]]:
-    """The arguments of `run` with a method's name in place of its file; and these files."""
-    found = [one["method"] for one in asked if is_method_file(one["method"])]
-    named = [{**one, "method": Path(one["method"]).stem} if is_method_file(one["method"]) else one for one in asked]
-    return named, [Path(path).expanduser() for path in dict.fromkeys(found)]
+def _without_files(calls: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[Path]]:
+    """The arguments of `run` with a method's name instead of its file; and these files."""
+    method_files = [one["method"] for one in calls if is_method_file(one["method"])]
+    named = [{**one, "method": Path(one["method"]).stem} if is_method_file(one["method"]) else one for one in calls]
+    return named, [Path(path).expanduser() for path in dict.fromkeys(method_files)]
 
 
 def _words(
@@ -281,13 +281,13 @@ def _words(
 ) -> list[str]:
     """The arguments of `run` as words of the command line, the method first."""
     choices = {"method": method, "task": task, "model": model, "protocol": protocol}
-    asked = [f"{group}={name}" for group, name in choices.items()]
-    asked += words_of({"limit": limit, "results_dir": str(results_dir), "resume": resume})
-    known = every_setting(asked) if method_settings else []
+    words = [f"{group}={name}" for group, name in choices.items()]
+    words += words_of({"limit": limit, "results_dir": str(results_dir), "resume": resume})
+    known = every_setting(words) if method_settings else []
     elsewhere = {name.rpartition(".")[2] for name in known} - {name[7:] for name in known if name[:7] == "method."}
     others = {name: value for name, value in method_settings.items() if name in elsewhere}
-    own = {name: value for name, value in method_settings.items() if name not in elsewhere}
-    return asked + words_of({**(settings or {}), **others}) + words_of(own, "method.")
+    method_words = {name: value for name, value in method_settings.items() if name not in elsewhere}
+    return words + words_of({**(settings or {}), **others}) + words_of(method_words, "method.")
 
 
 def sweep(method: str | Sequence[str] = "diffkv", **choices: Any) -> Results:
@@ -306,6 +306,6 @@ def sweep(method: str | Sequence[str] = "diffkv", **choices: Any) -> Results:
     fixed = {name: tried.pop(name) for name in ("settings", "config_dir") if name in tried}
     lists = [value if isinstance(value, list | tuple) else [value] for value in tried.values()]
     if not all(lists):
-        raise ValueError(f"{next(key for key, found in zip(tried, lists, strict=True) if not found)}=[] is empty")
+        raise ValueError(f"{next(key for key, entries in zip(tried, lists, strict=True) if not entries)}=[] is empty")
     folder = fixed.pop("config_dir", None)
     return Results(results=_run([dict(zip(tried, each, strict=True)) | fixed for each in product(*lists)], folder))

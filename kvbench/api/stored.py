@@ -1,4 +1,4 @@
-"""The answers of commands that run nothing, as data: `compare`, `table`, `bytes` and `list_methods`."""
+"""Results of commands that run nothing, as data: `compare`, `table`, `bytes` and `list_methods`."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +28,7 @@ def compare(results_dir: str | Path = "results", **settings: Any) -> "DataFrame"
     Raises:
         ValueError: A setting is unknown, or there is nothing to compare.
     """
-    return comparing.main.found(_command("compare", results_dir, settings)).frame
+    return comparing.main.evaluate(_command("compare", results_dir, settings)).frame
 
 
 def table(results_dir: str | Path = "results", **settings: Any) -> "DataFrame":
@@ -39,7 +39,7 @@ def table(results_dir: str | Path = "results", **settings: Any) -> "DataFrame":
         **settings: Filters of `kvbench compare`: `tasks`, `models`, `methods`, `where`, `code`.
 
     Returns:
-        One row for each run, with `label`, which tells it from the others of its method, and the columns of `load`.
+        One row for each run, with `label`, unique among the runs of its method, and the columns of `load`.
 
     Raises:
         ValueError: A setting is unknown, or nothing fits.

@@ -1,6 +1,6 @@
 """`kvbench help snapkv`: what one method, task, model, ... is, and each of its settings.
 
-What a setting may be comes from the class that declares it: type, range and unit are those that are checked.
+Type, range and unit of a setting come from the class that declares and checks them.
 """
 
 import inspect
@@ -22,7 +22,7 @@ def help_for(words: list[str], width: int = 80) -> str:
 def _one(word: str, width: int) -> str:
     group, sign, name = word.partition("=")
     if sign and group in files.GROUPS:
-        found = [group] if name in files.options(group) else []
+        groups = [group] if name in files.options(group) else []
         names, known = name, files.options(group)
     else:
         if word == "glossary":
@@ -35,14 +35,14 @@ def _one(word: str, width: int) -> str:
             return texts.command_help(word, width)
         if {word, word.removesuffix("s")} & files.all_groups().keys():
             return texts.list_text([word], width)
-        found = [group for group in (*files.all_groups(), "launcher") if word in files.options(group)]
+        groups = [group for group in (*files.all_groups(), "launcher") if word in files.options(group)]
         names = word
         known = texts.commands() | {name: "" for group in files.GROUPS for name in files.options(group)}
-    if not found and (lines := _of_word(word, width)):
+    if not groups and (lines := _of_word(word, width)):
         return "\n".join(lines)
-    if not found:
+    if not groups:
         raise ValueError(f"there is no help for {word}.{did_you_mean(names, known)} `kvbench list` shows what there is")
-    return "\n\n".join(choice_help(group, names, width) for group in found)
+    return "\n\n".join(choice_help(group, names, width) for group in groups)
 
 
 def _of_word(word: str, width: int) -> list[str]:
@@ -83,14 +83,14 @@ def declared_help(group: str, name: str, path: Path, width: int) -> str:
     from kvbench.tasks.protocol import Protocol
 
     text = path.read_text(encoding="utf-8")
-    given = read_config(path)
-    own = given.get(group, given)  # a file may set more than its group, which then lies in it
-    rules = declared(Protocol if group == "protocol" else settings_class(own))
+    content = read_config(path)
+    settings = content.get(group, content)  # a file may set more than its group, which then lies in it
+    rules = declared(Protocol if group == "protocol" else settings_class(settings))
     lines = [f"{group}={name}", "", *texts.purpose(text, width).splitlines(), "", f"settings ({group}.KEY=VALUE)"]
     for key, value, meaning in re.findall(r"^ *(\w+): *(.*?)(?: +# (.*))?$", text, re.MULTILINE):
         if key in rules:
             lines += _setting(key, value, rules[key].text, meaning, width)
-    if own is not given:
+    if settings is not content:
         _, _, others = text.partition(f"\n{group}:")
         others = "\n".join(re.split(r"\n(?=\w)", others)[1:])
         lines += ["", "it sets, too", texts.settings_text(others, width)]

@@ -1,4 +1,4 @@
-"""The commands beside `run`: each is one YAML in conf/command/ that names its function and lists its settings.
+"""Commands other than `run`: each is one YAML in conf/command/ that names its function and lists its settings.
 
 A command's YAML is its whole documentation: `kvbench <command> --help` prints it.
 """
@@ -36,7 +36,7 @@ def run(name: str, arguments: list[str], sweep: Sweep | None = None) -> int:
     Returns:
         Exit code.
     """
-    if _own(name).get(WORDS):
+    if _command_file(name).get(WORDS):
         return function_of(name)(arguments, sweep)
     cfg = compose_command(name, arguments)
     settings = OmegaConf.create({key: value for key, value in cfg.items() if key not in ("_target_", BARE)})
@@ -45,13 +45,13 @@ def run(name: str, arguments: list[str], sweep: Sweep | None = None) -> int:
 
 
 def function_of(name: str) -> Callable[..., int]:
-    """The function that a command's own file names; what else is composed with it cannot name another."""
-    module, _, function = str(_own(name)["_target_"]).rpartition(".")
+    """Function that a command's file names; anything composed with it cannot name another."""
+    module, _, function = str(_command_file(name)["_target_"]).rpartition(".")
     return getattr(import_module(module), function)
 
 
-def _own(name: str) -> DictConfig:
-    """A command's own file."""
+def _command_file(name: str) -> DictConfig:
+    """Content of a command's file."""
     return read_config(files.path_of("command", name))
 
 
@@ -63,16 +63,16 @@ def compose_command(name: str, arguments: list[str]) -> DictConfig:
     """
     from kvbench.config.compose import choices, compose
 
-    listed, plain = _own(name), dict[str, Any]()
+    listed, plain = _command_file(name), dict[str, Any]()
     each = listed.get(EACH)
     for group in files.GROUPS if "defaults" in listed else ():
-        if len(found := choices(arguments, group)) < 2 or group in listed:
+        if len(chosen := choices(arguments, group)) < 2 or group in listed:
             continue
         if group != each:
-            raise ValueError(f"{name} takes one {group}, not {len(found)}; give the command once for each")
+            raise ValueError(f"{name} takes one {group}, not {len(chosen)}; give the command once for each")
         others = [word for word in arguments if word.partition("=")[0] != group]
-        parts = {choice: compose_command(name, [f"{group}={choice}", *others]) for choice in found}
-        composed = parts[found[0]]
+        parts = {choice: compose_command(name, [f"{group}={choice}", *others]) for choice in chosen}
+        composed = parts[chosen[0]]
         composed[EACH] = {choice: part[group] for choice, part in parts.items()}
         return composed
     bare = listed.get(BARE, [])
@@ -108,7 +108,7 @@ def compose_command(name: str, arguments: list[str]) -> DictConfig:
     try:
         composed = compose(arguments, name=f"command/{files.full_command(name)}", with_choices=True)
     except ValueError:
-        _check_keys(name, arguments)  # it knows the command's own settings, so its error is the plainer one
+        _check_keys(name, arguments)  # it checks the command's settings, so its error is plainer
         raise
     composed.update(plain)
     for (mapping, key), value in named:
@@ -126,12 +126,14 @@ def _names_freely(listed: DictConfig, key: str) -> bool:
 
 def _check_keys(name: str, arguments: list[str]) -> None:
     """Name the first word whose key the command does not have; silent when all keys exist."""
-    own = _own(name)
+    config = _command_file(name)
     for word in arguments:
-        node: DictConfig | None = own
+        node: DictConfig | None = config
         prefix = ""
         top = word.lstrip("+~").partition("=")[0].partition(".")[0]
-        if "defaults" in own and top not in own:  # it takes an experiment's settings too, and `explain` knows those
+        if (
+            "defaults" in config and top not in config
+        ):  # it takes an experiment's settings too, and `explain` knows those
             continue
         for part in word.partition("=")[0].lstrip("+~").split("."):
             known = [prefix + str(item) for item in node if not str(item).startswith("_")] if node else []

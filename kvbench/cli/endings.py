@@ -1,5 +1,5 @@
-"""The endings of a command: an error is told the way its reader needs it; Ctrl-C, a terminal that is closed and a
-scheduler's SIGTERM are one ending."""
+"""Exit handling of a command: error messages by kind of error; Ctrl-C, a closed terminal and a scheduler's SIGTERM are
+handled alike."""
 
 import contextlib
 import os
@@ -32,8 +32,8 @@ class Stopped(KeyboardInterrupt):
 def stoppable() -> Iterator[None]:
     """Turn the first signal that ends a process into `Stopped`, so that files and bars are closed; end at the second.
 
-    A signal that is ignored (`nohup`, a shell's background) or that somebody else handles stays as it is. After a
-    signal the handlers stay for good: Python's own way out takes a moment too.
+    A signal that is ignored (`nohup`, a shell's background) or that has another handler is left
+    alone. After a signal the handlers stay installed, because the interpreter's shutdown takes a moment too.
     """
     seen: list[int] = []
     process = os.getpid()
@@ -64,18 +64,18 @@ def stoppable() -> Iterator[None]:
 
 
 def exit_code(stop: KeyboardInterrupt) -> int:
-    """Give what a shell says of a process that a signal ended: 128 + the signal's number."""
+    """Exit code of a process that a signal ended, as a shell reports it: 128 + the signal's number."""
     return 128 + (stop.number if isinstance(stop, Stopped) else signal.SIGINT)
 
 
 def say(text: str) -> None:
-    """Say a line on stderr where there still is one: after SIGHUP the terminal is gone."""
+    """Print a line on stderr, if it still exists: after SIGHUP the terminal is gone."""
     with contextlib.suppress(OSError, ValueError):
         note(text)
 
 
 def _leave(number: int) -> NoReturn:
-    """End without closing anything; the next start copes with what lies there, as after a kill."""
+    """Exit without closing anything; the next start recovers, as after a kill."""
     with contextlib.suppress(OSError):
         shown = _SHOW_CURSOR if os.isatty(2) else ""
         os.write(2, f"{shown}\nended at once by {signal.Signals(number).name}\n".encode())
@@ -83,7 +83,7 @@ def _leave(number: int) -> NoReturn:
 
 
 def report(error: Exception) -> int:
-    """Print an error the way its reader needs it."""
+    """Print an error: a message for the user, or a traceback for a fault."""
     from kvbench.results.writing import JournalError, is_full, write_error
 
     if isinstance(error, OSError) and is_full(error):  # raised where a library writes, or where the output is a file

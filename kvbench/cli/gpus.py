@@ -36,9 +36,9 @@ def claim(folder: Path | None = None) -> str | None:
 
 def visible_gpus() -> list[str]:
     """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if given is not None:
-        return [name.strip() for name in given.split(",") if name.strip() not in ("", "-1")]
+    value = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if value is not None:
+        return [name.strip() for name in value.split(",") if name.strip() not in ("", "-1")]
     import torch
 
     return [str(index) for index in range(torch.cuda.device_count())]

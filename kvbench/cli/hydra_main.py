@@ -16,5 +16,5 @@ def main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    with words.own_choices(words.take_config_dir(sys.argv[1:])[0]), sources.searched(files.conf_folder()):
+    with words.config_dir_choices(words.take_config_dir(sys.argv[1:])[0]), sources.searched(files.conf_folder()):
         main()

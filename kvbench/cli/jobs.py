@@ -1,7 +1,7 @@
 """The experiments of one command, wherever Hydra's launcher runs them: in this process, in others, on other machines.
 
-In this process those that can share the reading of prompts go together (`runs/together.py`), once Hydra has named all.
-Hydra has no way to hand back what became of a sweep's jobs. Each job therefore writes it down in the sweep's folder
+In this process, jobs that can share prefill run as one cross-run batch (`runs/cross_run_batch.py`) once Hydra has named
+all of them. Hydra cannot hand back the outcomes of a sweep's jobs: each job writes its outcome into the sweep's folder
 (`results/sweep.py`), and the process that started the sweep reads it there.
 """
 
@@ -44,12 +44,11 @@ def _process() -> tuple[str, int]:
 
 
 @contextmanager
-def at_home(place: Path, own: Sequence[Path]) -> Iterator[None]:
-    """Let a worker find files and the user's own configuration as the process that started it does: workers may be
-    started anywhere."""
-    os.chdir(place)
-    sys.path += [folder for folder in files.import_folders(own) if folder not in sys.path]
-    with files.with_own_folders(own):
+def at_home(directory: Path, config_dirs: Sequence[Path]) -> Iterator[None]:
+    """Give a worker the working directory, imports and configuration folders of the process that started it."""
+    os.chdir(directory)
+    sys.path += [folder for folder in files.import_folders(config_dirs) if folder not in sys.path]
+    with files.with_config_dirs(config_dirs):
         yield
 
 
@@ -73,16 +72,16 @@ class Jobs:
     labels: list[str] = field(default_factory=list)
     """A name for each job of the sweep; empty where they are not known before."""
     skip: bool = False
-    """A method that is not for the model is left out: nobody named it, a pattern did."""
-    place: Path = field(default_factory=Path.cwd)
+    """A method that is not for the model is left out, because a pattern selected it, not a name."""
+    directory: Path = field(default_factory=Path.cwd)
     """Folder that relative paths are meant from."""
-    own: tuple[Path, ...] = field(default_factory=files.own_folders)
+    config_dirs: tuple[Path, ...] = field(default_factory=files.config_dirs)
     """The user's own folders of configuration."""
     home: tuple[str, int] = field(default_factory=_process)
     """The process that started it."""
     waits: bool = False
     """Jobs wait until `carry_out`, so that some may go together."""
-    waiting: "list[_Job]" = field(default_factory=list)
+    pending: "list[_Job]" = field(default_factory=list)
     """Those that do."""
     codes: list[int] = field(default_factory=list)
     """Exit code of a single experiment."""
@@ -105,26 +104,26 @@ class Jobs:
         number = settings.job.num + 1
         job = _Job(number, cfg, self.labels[number - 1] if self.labels else " ".join(words), *self._origin())
         if self.waits:
-            self.waiting.append(job)
+            self.pending.append(job)
             return
         with ExitStack() as stack:
             if _process() != self.home:
                 stack.enter_context(endings.stoppable())
-                stack.enter_context(at_home(self.place, self.own))
+                stack.enter_context(at_home(self.directory, self.config_dirs))
                 if str(cfg.model.get("device", "")) in ("auto", "cuda"):
                     gpus.claim()
             self._carry_out([job])
 
     def carry_out(self) -> None:
-        """Run the jobs that waited."""
-        if self.waiting:
-            from kvbench.runs import together
+        """Run the pending jobs."""
+        if self.pending:
+            from kvbench.runs import cross_run_batch
 
-            for numbers in together.groups([job.cfg for job in self.waiting]):
-                self._carry_out([self.waiting[number] for number in numbers])
+            for numbers in cross_run_batch.groups([job.cfg for job in self.pending]):
+                self._carry_out([self.pending[number] for number in numbers])
 
     def _single(self, cfg: "DictConfig") -> int:
-        """An experiment by itself: its tables and its picture; gives the exit code."""
+        """Run a single experiment with its tables and picture; returns the exit code."""
         from kvbench.runs import known
 
         try:
@@ -136,9 +135,9 @@ class Jobs:
                 records = [record for record in (there.reference, there.record) if record is not None]
                 _show_one(records, there.folder, str(cfg.results_dir))
                 return 0
-            from kvbench.runs.together import Asked, run_one
+            from kvbench.runs.cross_run_batch import RunRequest, run_one
 
-            finished = run_one(Asked(cfg=cfg, method=method, say=note, origin=origin), self.loaders)
+            finished = run_one(RunRequest(cfg=cfg, method=method, say=note, origin=origin), self.loaders)
             if finished.ended:  # else the last shard shows the whole run
                 _draw(finished)
                 _show_one(finished.records, finished.folder, str(cfg.results_dir))
@@ -148,9 +147,9 @@ class Jobs:
         return _code(finished)
 
     def _carry_out(self, jobs: "Sequence[_Job]") -> None:
-        """Experiments of a sweep that go together, or one. Whatever becomes of each is written down; only a signal gets
-        out of here, because the other experiments do not depend on these."""
-        from kvbench.runs.together import Asked, run_together
+        """Run one cross-run batch of a sweep, or one job. The outcome of each is recorded; only a signal is raised,
+        because other experiments do not depend on these."""
+        from kvbench.runs.cross_run_batch import RunRequest, run_cross_batch
 
         assert self.sweep is not None, "one experiment alone is no sweep"
         sweep = Sweep(self.sweep)
@@ -159,19 +158,19 @@ class Jobs:
             left = sweep.left_s()
             held = [stack.enter_context(ExitStack()) for _ in jobs]  # each job's folder
             records = [one.enter_context(sweep.job(job.number)) for one, job in zip(held, jobs, strict=True)]
-            for place, job in enumerate(jobs):
-                is_told = f", {format_seconds(left)} left" if left and not place else ""
-                self._note(job, f"{self._name(job)}: {job.label}{is_told}")
-            asked = [
-                Asked(cfg=job.cfg, method=job.method, say=partial(self._say_once, job), origin=job.origin)
+            for index, job in enumerate(jobs):
+                time_left = f", {format_seconds(left)} left" if left and not index else ""
+                self._note(job, f"{self._name(job)}: {job.label}{time_left}")
+            run_requests = [
+                RunRequest(cfg=job.cfg, method=job.method, say=partial(self._say_once, job), origin=job.origin)
                 for job in jobs
             ]
-            told: list[tuple[Exception, int]] = []  # with exit codes
+            reported: list[tuple[Exception, int]] = []  # with exit codes
             try:
-                for place, ended in run_together(asked, self.loaders):
-                    with logged(sweep.log, f"[{jobs[place].number}] "):
-                        self._write_down(jobs[place], sweep, records[place], ended, told)
-                    held[place].close()
+                for index, ended in run_cross_batch(run_requests, self.loaders):
+                    with logged(sweep.log, f"[{jobs[index].number}] "):
+                        self._write_down(jobs[index], sweep, records[index], ended, reported)
+                    held[index].close()
             except KeyboardInterrupt as stop:
                 for record in records:
                     if record.code is None:
@@ -182,9 +181,14 @@ class Jobs:
         return f"job {job.number}" + (f" of {len(self.labels)}" if self.labels else "")
 
     def _write_down(
-        self, job: "_Job", sweep: Sweep, record: JobRecord, ended: "Run | Exception", told: list[tuple[Exception, int]]
+        self,
+        job: "_Job",
+        sweep: Sweep,
+        record: JobRecord,
+        ended: "Run | Exception",
+        reported: list[tuple[Exception, int]],
     ) -> None:
-        """Say how a job ended, and put it into its record; an error that has been told is not told again."""
+        """Print and record the end of a job; an error is reported once."""
         try:
             if isinstance(ended, Exception):
                 raise ended
@@ -205,13 +209,13 @@ class Jobs:
                 record.message, record.code = f"left out: {error}", 0
                 note(f"{self._name(job)}: {record.message}")
             else:
-                code = next((code for other, code in told if other is error), None)
+                code = next((code for other, code in reported if other is error), None)
                 if code is None:
-                    told.append((error, code := report(error)))
+                    reported.append((error, code := report(error)))
                 else:
                     note(f"{self._name(job)}: failed with the full cache's run, which it is compared with")
-                own_words = isinstance(error, ValueError | OSError) and f"{error}"
-                record.message, record.code = own_words or what_happened(error), code
+                text = isinstance(error, ValueError | OSError) and f"{error}"
+                record.message, record.code = text or what_happened(error), code
 
     @property
     def loaders(self) -> "Loaders":
@@ -219,7 +223,7 @@ class Jobs:
         return self._of_process()[0]
 
     def _of_process(self) -> "tuple[Loaders, set[str]]":
-        """The loaders and the notes that were said, which this command's jobs in one process share."""
+        """Loaders and printed notes that this command's jobs in one process share."""
         from kvbench.runs import parts
 
         if self.key not in _shared:
@@ -228,15 +232,15 @@ class Jobs:
         return _shared[self.key]
 
     def _origin(self) -> "tuple[str, Origin]":
-        """The method that Hydra's job at hand names, and its own words."""
+        """Method of Hydra's current job, and its words."""
         from hydra.core.hydra_config import HydraConfig
 
         from kvbench.runs.sessions import Origin
 
         settings = HydraConfig.get()
         choices = settings.runtime.choices
-        own = [*config_dir_flags(self.own), *settings.overrides.task]  # of a sweep, this job's own values
-        return choices["method"], Origin(command=own, experiment=choices.get("experiment") or "")
+        overrides = [*config_dir_flags(self.config_dirs), *settings.overrides.task]  # of a sweep, this job's own values
+        return choices["method"], Origin(command=overrides, experiment=choices.get("experiment") or "")
 
     def _note(self, job: "_Job", text: str) -> None:
         assert self.sweep is not None, "one experiment alone is no sweep"
@@ -244,7 +248,7 @@ class Jobs:
             note(text)
 
     def _say_once(self, job: "_Job", text: str) -> None:
-        """A note of a sweep's job: one on what is there already is shorter, and said once in each process."""
+        """Print a note of a sweep's job; one on existing results is shorter, and printed once in each process."""
         if text.startswith("already there: "):
             text, (_, said) = text.removesuffix(" (resume=false runs it again)"), self._of_process()
             if text in said:
@@ -253,7 +257,7 @@ class Jobs:
         self._note(job, text)
 
     def finish(self) -> int:
-        """Let go of what jobs of this process shared; show what became of a sweep. Gives the worst exit code."""
+        """Release what jobs of this process shared; print the outcome of a sweep. Returns the worst exit code."""
         _shared.pop(self.key, None)
         if self.sweep is None:
             return max(self.codes, default=0)
@@ -263,8 +267,8 @@ class Jobs:
 
 
 def show_sweep(sweep: Sweep) -> int:
-    """Say what became of every job, show the table of all runs and one picture for each task and model; the worst exit
-    code, 1 for a job that ended without one, as after a kill."""
+    """Print the outcome of every job, the table of all runs and one picture for each task and model; returns the worst
+    exit code, 1 for a job that ended without one, as after a kill."""
     from kvbench.show import closing, figure, table
 
     jobs, states, root = sweep.jobs(), sweep.states(), sweep.results_dir
@@ -291,8 +295,8 @@ def show_sweep(sweep: Sweep) -> int:
     named: dict[str, list[str]] = {}
     for number, state in states.items():
         if state != "done":
-            again = f"{OPEN.get(state)}; give the same command again to go on"
-            why = f"failed: {jobs[number].message}" if state == "failed" else again
+            resume_hint = f"{OPEN.get(state)}; give the same command again to go on"
+            why = f"failed: {jobs[number].message}" if state == "failed" else resume_hint
             named.setdefault(why, []).append(f"{number} ({labels[number]})" if number in labels else f"{number}")
     for why, which in list(named.items())[:MAX_NAMED]:
         more = f" and {len(which) - MAX_NAMED} more" if len(which) > MAX_NAMED else ""
@@ -302,8 +306,8 @@ def show_sweep(sweep: Sweep) -> int:
 
 
 def check_files(jobs: Sequence[Sequence[str]]) -> Path | None:
-    """Refuse a sweep one of whose tasks or models has no files, before any job begins; gives the results folder of the
-    first job, if there is one."""
+    """Refuse a sweep one of whose tasks or models has no files, before any job begins; returns the results folder of
+    the first job, if there is one."""
     from kvbench.config.compose import compose
     from kvbench.runs import parts
 
@@ -312,8 +316,8 @@ def check_files(jobs: Sequence[Sequence[str]]) -> Path | None:
     for job in jobs:
         rest = (word for word in job if not word.startswith(("method", "hydra", "model", "batch_size")))
         tasks.setdefault(frozenset(rest), job)
-        own = (word for word in job if word.lstrip("+").startswith(("model", "experiment")))
-        models.setdefault(frozenset(own), job)
+        model_words = (word for word in job if word.lstrip("+").startswith(("model", "experiment")))
+        models.setdefault(frozenset(model_words), job)
     for job in tasks.values():
         loaders.check_task(composed(*job))
     for job in models.values():
@@ -322,7 +326,7 @@ def check_files(jobs: Sequence[Sequence[str]]) -> Path | None:
 
 
 def _show_one(records: "Sequence[RunRecord]", folder: Path, results_dir: str) -> None:
-    """Show the table of one experiment, where its files are, and what it means."""
+    """Print the table of one experiment, its files, and its summary."""
     from kvbench.show import closing, figure, table
 
     picture = folder / "result.png"

@@ -1,7 +1,7 @@
 """Runs and sweeps through the interfaces that Hydra has for plugins.
 
-`hydra.main` reads `sys.argv` and takes no words, so it cannot run what a preset, a suite or another method's setting
-has made of a command line.
+`hydra.main` reads `sys.argv` and takes no words, so it cannot run a command line that a preset, a suite or another
+method's setting has changed.
 """
 
 import itertools
@@ -41,7 +41,7 @@ def run_alone(loader: ConfigLoader, cfg: DictConfig, task: TaskFunction) -> None
 
 
 def planned(loader: ConfigLoader, cfg: DictConfig) -> list[list[str]] | None:
-    """The words of each job of a sweep; None where the sweeper of another distribution finds them on its way."""
+    """The words of each job of a sweep; None where a third-party sweeper determines them as it runs."""
     if not str(cfg.hydra.sweeper._target_).endswith(".BasicSweeper"):
         return None
     words = [f"{key}={value}" for key, value in (cfg.hydra.sweeper.params or {}).items()]
@@ -70,7 +70,7 @@ def sweep(loader: ConfigLoader, cfg: DictConfig, jobs: list[list[str]] | None, t
     """Run a sweep with the launcher that its configuration names.
 
     Args:
-        loader: What composed it, and composes its jobs.
+        loader: Composed the sweep, and composes its jobs.
         cfg: Configuration of the sweep.
         jobs: Words of each job; None where the sweeper in `cfg` finds them.
         task: Runs the job of a configuration.
@@ -106,7 +106,7 @@ class ListSweeper(Sweeper):
         self.launcher = Plugins.instance().instantiate_launcher(hydra_context, task_function, config)
 
     def sweep(self, arguments: list[str]) -> None:
-        """Launch all jobs; raises what the first that failed raised."""
+        """Launch all jobs; raises the error of the first that failed."""
         folder = Path(self.config.hydra.sweep.dir)
         folder.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(self.config, folder / "multirun.yaml")
@@ -119,7 +119,7 @@ class ListSweeper(Sweeper):
 
 
 class Callbacks:
-    """Callbacks that `hydra.callbacks` names. What one raises is a warning, as under `hydra.main`."""
+    """Callbacks that `hydra.callbacks` names. An error in one becomes a warning, as under `hydra.main`."""
 
     def __init__(self, cfg: DictConfig) -> None:
         self.each = [instantiate(one) for one in (cfg.hydra.callbacks or {}).values()]

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-OWN_PACKAGES = ("kvbench", "kernels", "methods")
+PACKAGES = ("kvbench", "kernels", "methods")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -28,15 +28,15 @@ def main(arguments: Sequence[str]) -> int:
     names = task_names(arguments)
     if names and _flags(arguments).model == "kvbench":
         check_whole_texts(names, arguments)
-    # lm-eval's command line takes no words: it reads sys.argv, and inserts `run` there. What it documents for programs,
-    # `simple_evaluate` and `evaluate`, parses no flags and writes neither results and samples nor the table.
+    # lm-eval's command line takes no words: it reads sys.argv, and inserts `run` there. Its documented functions,
+    # `simple_evaluate` and `evaluate`, parse no flags and write neither results and samples nor the table.
     before = sys.argv
     sys.argv = ["lm_eval", *arguments]
     try:
         with _small_index(names), _bytes_in_tables():
             lm_eval.__main__.cli_evaluate()
     except ImportError as error:
-        if error.name is not None and error.name.partition(".")[0] in OWN_PACKAGES:
+        if error.name is not None and error.name.partition(".")[0] in PACKAGES:
             raise  # a fault of kvbench
         raise missing_package(f"a task of {', '.join(names) or 'these'}", error) from error
     finally:
@@ -54,9 +54,9 @@ def _flags(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def check_whole_texts(names: Sequence[str], arguments: Sequence[str]) -> None:
-    """Refuse tasks that ask for the likelihood of whole texts where the method has nothing to compress in them.
+    """Refuse tasks that score the likelihood of whole texts where the method has nothing to compress in them.
 
-    kvbench's model would refuse them too, but lm-eval may ask it after an hour of other tasks.
+    kvbench's model would refuse them too, but perhaps only after an hour of other tasks.
     """
     from kvbench.tasks.harness.find import leaves_of, manager_of
     from kvbench.tasks.lmeval import TASKS_FOLDER
@@ -77,10 +77,10 @@ def check_whole_texts(names: Sequence[str], arguments: Sequence[str]) -> None:
     from kvbench.lm import check_rolling, full_names
     from kvbench.runs.parts import make_policy
 
-    given = dict(word.split("=", 1) for word in (flags.model_args or "").split(",") if "=" in word)
-    method = given.pop("method", FULL)
-    words = [f"{key}={value}" for key, value in full_names(method, given).items() if key.startswith("method.")]
-    prompt_tokens = given.get("rolling_prompt_tokens", "1")
+    model_args = dict(word.split("=", 1) for word in (flags.model_args or "").split(",") if "=" in word)
+    method = model_args.pop("method", FULL)
+    words = [f"{key}={value}" for key, value in full_names(method, model_args).items() if key.startswith("method.")]
+    prompt_tokens = model_args.get("rolling_prompt_tokens", "1")
     try:
         policy = make_policy(compose([f"method={method}", *words]).method)
         check_rolling(policy, 1 if prompt_tokens == "1" else 2)
@@ -91,11 +91,11 @@ def check_whole_texts(names: Sequence[str], arguments: Sequence[str]) -> None:
 def with_defaults(arguments: Sequence[str]) -> list[str]:
     """Add kvbench's model where tasks have none, and `--device auto` for it where none is named: lm-eval itself would
     take its own model `hf`, and the first GPU."""
-    whole, given = list(arguments), _flags(arguments)
-    if given.tasks and given.model is None and given.config is None:
-        given.model = "kvbench"
-        whole += ["--model", given.model]
-    return whole + (["--device", "auto"] if given.model == "kvbench" and given.device is None else [])
+    whole, flags = list(arguments), _flags(arguments)
+    if flags.tasks and flags.model is None and flags.config is None:
+        flags.model = "kvbench"
+        whole += ["--model", flags.model]
+    return whole + (["--device", "auto"] if flags.model == "kvbench" and flags.device is None else [])
 
 
 def task_names(arguments: Sequence[str]) -> list[str]:
@@ -113,14 +113,14 @@ def _bytes_in_tables() -> Iterator[None]:
 
     def with_bytes(results: dict, column: str = "results", *args: object, **named: object) -> str:
         table = make_table(results, column, *args, **named)
-        found = (results.get("config") or {}).get("kvbench") or {"held": {}}
-        if column != "results" or not found["held"]:
+        entry = (results.get("config") or {}).get("kvbench") or {"held": {}}
+        if column != "results" or not entry["held"]:
             return table
         rows = [
             f"|{task}|{held['prompts']}|{held['resident_bytes']:.0f}|{100 * held['resident_ratio']:.1f}|"
-            for task, held in found["held"].items()
+            for task, held in entry["held"].items()
         ]
-        head = [f"|held by {found['method']}|prompts|mean bytes|% of an FP16 full cache|", "|---|--:|--:|--:|"]
+        head = [f"|held by {entry['method']}|prompts|mean bytes|% of an FP16 full cache|", "|---|--:|--:|--:|"]
         return "\n".join([table, *head, *rows, ""])
 
     lm_eval.utils.make_table = with_bytes

@@ -1,7 +1,7 @@
 """The command line: `kvbench [command] [key=value ...]`, or `python -m kvbench ...`.
 
-The first bare word is the command, everything else is Hydra's. A mistake of the user's is answered with one message
-that names what exists; a traceback means a fault of kvbench, or of the method that the last line names. Nothing
+The first bare word is the command, everything else is Hydra's. A user's error ends with one message that
+names what exists; a traceback means a fault of kvbench, or of the method that the last line names. Nothing
 heavy is imported before a run starts.
 """
 
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if os.environ.get("HYDRA_FULL_ERROR"):
         os.environ.setdefault("KVBENCH_DEBUG", "1")
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1 and not leads():
+    if "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1 and not is_rank_zero():
         return 0
     try:
         with endings.stoppable(), garbage.seldom():
@@ -47,8 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as stop:
         part = _keeps(arguments)
         kept = f"every finished {part} is kept. To go on" if part else "to start again"
-        again = shlex.join([*program(), *arguments])
-        endings.say(f"\nstopped by {str(stop) or 'SIGINT'}; {kept}: {again}")
+        resume_command = shlex.join([*program(), *arguments])
+        endings.say(f"\nstopped by {str(stop) or 'SIGINT'}; {kept}: {resume_command}")
         return endings.exit_code(stop)
     except BrokenPipeError:  # who reads has seen enough, as in `kvbench list | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more on its way out
@@ -57,9 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return endings.report(error)
 
 
-def leads() -> bool:
-    """Tell the first of the processes that torchrun started, which has the command, from the others, which do as it
-    says until it has ended."""
+def is_rank_zero() -> bool:
+    """True on rank 0, which runs the command; other ranks of torchrun follow it and return False at its end."""
     from kvbench.engine.tensor_parallel import follow
     from kvbench.models import processes
 
@@ -84,9 +83,9 @@ def _carry_out(arguments: list[str]) -> int:
     if "--version" in arguments:
         print(f"kvbench {kvbench.__version__}")
         return 0
-    own, arguments = words.take_config_dir(arguments)
-    words.refuse_stored_config(own, arguments)
-    with words.own_choices(own):
+    config_dirs, arguments = words.take_config_dir(arguments)
+    words.refuse_stored_config(config_dirs, arguments)
+    with words.config_dir_choices(config_dirs):
         code = _command(arguments)
         sys.stdout.flush()  # here, where a reader that has gone can be told from a fault
     return code
@@ -115,7 +114,7 @@ def _command(arguments: list[str]) -> int:
 
 
 def _help(command: str, rest: list[str], width: int) -> str:
-    """The text that is asked for: of the command, of what stands behind `help`, or of the choices beside `--help`."""
+    """Help text: of the command, of the topic after `help`, or of the choices given with `--help`."""
     if command not in ("help", "run"):
         return texts.command_help(command, width)
     chosen = [word for word in rest if command == "help" or word.partition("=")[0] in files.GROUPS]
@@ -127,7 +126,7 @@ def _help(command: str, rest: list[str], width: int) -> str:
 
 
 def _keeps(arguments: list[str]) -> str:
-    """Unit of work that a stopped command keeps and goes on behind; empty where it starts again."""
+    """Unit of work that a stopped command keeps and resumes after; empty where it starts again."""
     command = words.split_command(arguments)[0]
     if command == "run":
         return "sample"
@@ -135,7 +134,8 @@ def _keeps(arguments: list[str]) -> str:
 
 
 def run_command(overrides: list[str], listed: "Listed | None" = None) -> int:
-    """Compose the configuration and run one experiment, or a sweep, whose jobs may be listed; the worst exit code."""
+    """Compose the configuration and run one experiment, or a sweep, whose jobs may be listed; returns the worst exit
+    code."""
     from kvbench.cli import showing, sweeping
     from kvbench.config.compose import check_choices, explained, with_swept_groups
     from kvbench.config.shorthand import long_form

@@ -109,23 +109,23 @@ def memory(policy: Policy) -> str:
 
 def section(doc: str, name: str) -> str:
     """The text after `name:` in a clean docstring, up to the next section, on one line."""
-    found = re.search(rf"^{name}:(.*?)(?=^\w+:|\Z)", doc, re.DOTALL | re.MULTILINE)
-    return " ".join(found.group(1).split()) if found else ""
+    match = re.search(rf"^{name}:(.*?)(?=^\w+:|\Z)", doc, re.DOTALL | re.MULTILINE)
+    return " ".join(match.group(1).split()) if match else ""
 
 
 def arguments(doc: str) -> dict[str, str]:
     """Read the `Args` section of a clean docstring: field -> meaning."""
-    found = re.search(r"^Args:\n(.*?)(?=^\w+:|\Z)", doc, re.DOTALL | re.MULTILINE)
-    parts = re.split(r"^    (\w+): ", found.group(1) if found else "", flags=re.MULTILINE)[1:]
+    match = re.search(r"^Args:\n(.*?)(?=^\w+:|\Z)", doc, re.DOTALL | re.MULTILINE)
+    parts = re.split(r"^    (\w+): ", match.group(1) if match else "", flags=re.MULTILINE)[1:]
     return {name: " ".join(text.split()) for name, text in zip(parts[::2], parts[1::2], strict=True)}
 
 
 def meanings(kind: type[Policy]) -> dict[str, str]:
     """Read what a method's docstring says of each setting, or that of the class which it has the setting from."""
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for each in reversed(kind.__mro__):
-        found |= arguments(inspect.cleandoc(each.__doc__ or ""))
-    return found
+        result |= arguments(inspect.cleandoc(each.__doc__ or ""))
+    return result
 
 
 def settings_of(name: str) -> dict[str, object]:

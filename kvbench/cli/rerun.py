@@ -12,9 +12,9 @@ from kvbench.results.lines import read_samples
 from kvbench.results.record import RunRecord
 from kvbench.results.sample import SampleRecord, key_of
 from kvbench.runs import parts
-from kvbench.runs.config import AUTO, NONE, OWN, read_stored
+from kvbench.runs.config import AUTO, FULL_ANSWER, NONE, read_stored
+from kvbench.runs.cross_run_batch import RunRequest, run_one
 from kvbench.runs.sessions import Origin
-from kvbench.runs.together import Asked, run_one
 from kvbench.show import terminal
 from kvbench.show.progress import note
 
@@ -33,20 +33,20 @@ def main(cfg: DictConfig) -> int:
     if not cfg.trust:
         check_trust(settings, folder)
     # Where the full cache's answers are forced, it has to give them again.
-    reference = AUTO if settings["fidelity"].get("on") == OWN else NONE
+    reference = AUTO if settings["fidelity"].get("on") == FULL_ANSWER else NONE
     settings |= {"results_dir": str(_target(folder, cfg.results_dir)), "reference": reference, "resume": True}
     # A folder that may be anybody's does not decide where results are sent.
     settings |= {"shard": None, "tracker": NONE}
     origin = Origin(command=["rerun", str(folder)], experiment=stored.experiment)
-    again = run_one(Asked(cfg=settings, method=stored.method, say=note, origin=origin), parts.Loaders())
+    repeated = run_one(RunRequest(cfg=settings, method=stored.method, say=note, origin=origin), parts.Loaders())
     before, damaged = read_samples(folder / "samples.jsonl", stored.hash, sealed=stored.sealed)
     if damaged:
         note(f"{damaged} damaged lines of {folder}/samples.jsonl do not count")
-    return _report(stored, before, again.record, again.samples)
+    return _report(stored, before, repeated.record, repeated.samples)
 
 
 def _target(folder: Path, results_dir: str | None) -> Path:
-    """Where the new run goes: where the user says, else beside the results folder that has the stored one."""
+    """Results folder of the new run: the user's, else a sibling of the one that has the stored run."""
     parents = folder.absolute().parents  # of RESULTS/TASK/MODEL/METHOD/HASH
     root = parents[3] if len(parents) > 3 else Path("/")
     if not results_dir and not root.name:
@@ -63,25 +63,25 @@ def _target(folder: Path, results_dir: str | None) -> Path:
 def check_trust(settings: Mapping[str, Any], folder: Path, *, with_method: bool = True) -> None:
     """Refuse what would run code that kvbench does not bring along: a results folder may be anybody's."""
     method, task = settings["method"], settings["task"]
-    found = [
+    problems = [
         f"method._target_={method.get('_target_')}"
         if with_method and not str(method.get("_target_", "")).startswith("kvbench.methods.")
         else "",
         f"task.include_path={task.get('include_path')}" if task.get("include_path") else "",
         "task.allow_code_execution=true" if task.get("allow_code_execution") else "",
     ]
-    if any(found):
-        named = ", ".join(filter(None, found))
+    if any(problems):
+        named = ", ".join(filter(None, problems))
         raise ValueError(f"{folder}/config.yaml has {named}, which runs code; if the folder is yours, add trust=true")
 
 
 def _report(
-    stored: RunRecord, before: Mapping[Any, SampleRecord], again: RunRecord, samples: list[SampleRecord]
+    stored: RunRecord, before: Mapping[Any, SampleRecord], repeated: RunRecord, samples: list[SampleRecord]
 ) -> int:
     """Print what is the same and what is not; returns the exit code."""
-    lines = [f"{name}: {old} then, {new} now" for name, old, new in differences(stored.identity, again.identity)]
-    heading = "the same hash" if stored.hash == again.hash else "another hash, since these differ"
-    text = [f"{heading}: {again.hash[:12]}", *(f"  {line}" for line in lines)]
+    lines = [f"{name}: {old} then, {new} now" for name, old, new in differences(stored.identity, repeated.identity)]
+    heading = "the same hash" if stored.hash == repeated.hash else "another hash, since these differ"
+    text = [f"{heading}: {repeated.hash[:12]}", *(f"  {line}" for line in lines)]
     after = {key_of(record): record for record in samples}
     keys = [key for key in before if key in after]
     added = {"gold", "prompt"} - set().union(*before.values())  # what journals of before do not have
@@ -91,13 +91,13 @@ def _report(
     changed = [key for key in keys if _answer(before[key]) != _answer(after[key])]
     text.append(f"{len(keys) - len(changed)} of {len(before)} records are the same, times apart")
     for key in changed[:SHOWN]:
-        found = next(differences(_answer(before[key]), _answer(after[key])))
-        text.append(f"  {key[0]} (answer {key[1]}): {found[0]} was {found[1]}, is {found[2]}")
+        difference = next(differences(_answer(before[key]), _answer(after[key])))
+        text.append(f"  {key[0]} (answer {key[1]}): {difference[0]} was {difference[1]}, is {difference[2]}")
     if len(changed) > SHOWN:
         text.append(f"  and {len(changed) - SHOWN} more")
-    if changed and again.machine:
+    if changed and repeated.machine:
         machines = [stored.machine, *(session.machine for session in stored.sessions)]
-        causes = dict.fromkeys(line for machine in machines for line in again.machine.differences(machine))
+        causes = dict.fromkeys(line for machine in machines for line in repeated.machine.differences(machine))
         text += [f"  likely because of the machine: {'; '.join(causes)}"] if causes else []
     missing = len(set(before) ^ set(after))
     if missing:
@@ -105,7 +105,7 @@ def _report(
     console = terminal.console(100)
     for line in text:
         console.print(Text(line))
-    return 0 if stored.hash == again.hash and not changed and not missing else 1
+    return 0 if stored.hash == repeated.hash and not changed and not missing else 1
 
 
 def _answer(record: SampleRecord) -> dict[str, Any]:

@@ -131,9 +131,9 @@ def _tail(record: SampleRecord) -> str:
 def _answers(record: SampleRecord) -> list[tuple[str, str]]:
     gold = record.get("gold")
     if gold is None:
-        found = record["meta"].get("answer", record["meta"].get("answers"))
-        gold = [] if found is None else [str(one) for one in (found if isinstance(found, list) else [found])]
-    right = [(f"right answer {place + 1} of {len(gold)}", text) for place, text in enumerate(gold)]
+        answer = record["meta"].get("answer", record["meta"].get("answers"))
+        gold = [] if answer is None else [str(one) for one in (answer if isinstance(answer, list) else [answer])]
+    right = [(f"right answer {number + 1} of {len(gold)}", text) for number, text in enumerate(gold)]
     if len(right) == 1:
         right = [("right answer", right[0][1])]
     state = (
@@ -141,7 +141,7 @@ def _answers(record: SampleRecord) -> list[tuple[str, str]]:
     )
     state += "".join(f", {FLAG_WORDS[flag]}" for flag in record.get("flags", ()))
     turns = [
-        (f"answer {place} ({turn['finish']})", turn["text"]) for place, turn in enumerate(record.get("turns", ()), 1)
+        (f"answer {number} ({turn['finish']})", turn["text"]) for number, turn in enumerate(record.get("turns", ()), 1)
     ]
     return [*turns, (f"answer ({state})", record["text"]), *(right or [("right answer", "(not in the journal)")])]
 
@@ -157,8 +157,8 @@ def _numbers(record: SampleRecord) -> list[str]:
         value = fidelity.get(measure.key)
         if value is not None:
             lines.append(f"{measure.title}: {number(value, measure.scale)} {measure.unit}")
-    for choice, found in enumerate(record.get("choices", [])):
-        lines.append(f"choice {choice}: log-likelihood {found['loglikelihood']:.4g}")
+    for choice, entry in enumerate(record.get("choices", [])):
+        lines.append(f"choice {choice}: log-likelihood {entry['loglikelihood']:.4g}")
     ledger = record["ledger"]
     whole = ledger.get("fp16_bytes")
     for held in BYTES:

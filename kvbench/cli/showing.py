@@ -84,8 +84,8 @@ def _completion(loader: ConfigLoader, words: Sequence[str], name: str) -> int:
 def _by_hydra_itself(flags: Mapping[str, str], settings: Sequence[str]) -> int:
     """Run Hydra's command line in a process whose words they are."""
     words = [word for flag, value in flags.items() for word in (flag, value) if word]
-    own, module = config_dir_flags(files.own_folders()), "kvbench.cli.hydra_main"
-    command = [sys.executable, "-m", module, *own, *words, *settings]
+    config_flags, module = config_dir_flags(files.config_dirs()), "kvbench.cli.hydra_main"
+    command = [sys.executable, "-m", module, *config_flags, *words, *settings]
     done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True)
     path = files.package_folder().parent.joinpath(*module.split(".")).with_suffix(".py")
     print(done.stdout.replace(f"python {path}", "kvbench"), end="")  # as its help calls the program

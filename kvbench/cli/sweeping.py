@@ -53,7 +53,7 @@ def is_installed(launcher: str) -> bool:
 
 
 def _has_plugin(name: str) -> bool:
-    """True for a launcher of a plugin that kvbench does not know."""
+    """True for a launcher of a third-party plugin."""
     from hydra.core.config_store import ConfigStore
     from hydra.core.plugins import Plugins
 
@@ -66,14 +66,14 @@ def with_preset(arguments: Sequence[str]) -> list[str]:
 
     They are no files of Hydra's group of launchers: the plugins have files of the same names there.
     """
-    given = {word.partition("=")[0].lstrip("+") for word in arguments}
+    keys = {word.partition("=")[0].lstrip("+") for word in arguments}
     name = next((word.partition("=")[2] for word in arguments if word.startswith(f"{LAUNCHER}=")), "")
     if name not in files.options(PRESETS):
         return list(arguments)
     preset = flat(as_dict(read_config(files.path_of(PRESETS, name))))
     # Some plugins take any word of their engine's, which Hydra calls new; a word that no plugin takes is refused still.
-    own = [f"++{word}" if word.startswith("hydra.launcher.") else word for word in arguments]
-    return [*own, *(f"++{key}={json.dumps(value)}" for key, value in preset.items() if key not in given)]
+    words = [f"++{word}" if word.startswith("hydra.launcher.") else word for word in arguments]
+    return [*words, *(f"++{key}={json.dumps(value)}" for key, value in preset.items() if key not in keys)]
 
 
 def with_multirun(arguments: Sequence[str]) -> list[str]:
@@ -85,7 +85,7 @@ def with_multirun(arguments: Sequence[str]) -> list[str]:
 
 
 def is_sweep(arguments: Sequence[str]) -> bool:
-    """True for a command line that runs a sweep: it says so, and does not ask for something to be shown instead."""
+    """True for a command line that runs a sweep and does not only print something."""
     return not _shows(arguments) and _is_declared(arguments)
 
 
@@ -94,14 +94,14 @@ def _is_declared(arguments: Sequence[str]) -> bool:
 
 
 def _shows(arguments: Sequence[str]) -> bool:
-    """True where a flag has something shown instead of run."""
+    """True where a flag prints something instead of a run."""
     return any(words.SHORT.get(flag, flag) in words.SHOWING for flag in (word.partition("=")[0] for word in arguments))
 
 
 def hydra_folder(arguments: Sequence[str]) -> Path:
-    """Find where Hydra puts its own file of a sweep (hydra.sweep.dir in conf/config.yaml)."""
-    given = [word.partition("=")[2].strip("'\"") for word in arguments if word.startswith("results_dir=")]
-    return Path(["results", *given][-1]) / FOLDER
+    """Folder of Hydra's file of a sweep (hydra.sweep.dir in conf/config.yaml)."""
+    folders = [word.partition("=")[2].strip("'\"") for word in arguments if word.startswith("results_dir=")]
+    return Path(["results", *folders][-1]) / FOLDER
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Listed:
     """A sweep whose jobs are listed, and are not the combinations of its words."""
 
     command: list[str]
-    """What the user wrote behind `kvbench`, which goes on with it."""
+    """Words after `kvbench` that resume it."""
     jobs: list[list[str]]
     """The words of each job."""
     announce: "Callable[[Jobs], None]"
@@ -135,8 +135,8 @@ def combinations(words: Sequence[str]) -> list[list[str]]:
 
 
 def job_labels(jobs: Sequence[Sequence[str]]) -> list[str]:
-    """Name what sets each job apart, such as `snapkv budget=0.25`; its method in any case, and of words that always go
-    with one task the task alone."""
+    """Label each job by the words that differ, such as `snapkv budget=0.25`; its method in any case, and of words that
+    always go with one task the task alone."""
     common = Counter(word for job in jobs for word in set(job))
     holders = {word: {number for number, job in enumerate(jobs) if word in job} for word in common}
     labels = []
@@ -168,7 +168,7 @@ def run(arguments: list[str], settings: Sequence[str], name: str, root: Path, li
     """Run a sweep.
 
     Args:
-        arguments: What the user wrote.
+        arguments: Words of the command line.
         settings: The settings in it, as Hydra reads them.
         name: The configuration to start from.
         root: Folder that has it.
@@ -195,7 +195,7 @@ def run(arguments: list[str], settings: Sequence[str], name: str, root: Path, li
         launcher = str(cfg.hydra.runtime.choices[LAUNCHER])
         with begin(arguments, launcher, words or [], listed.command if listed else arguments) as jobs:
             launching.sweep(loader, cfg, words, jobs.run)
-            if listed and jobs.waiting:
+            if listed and jobs.pending:
                 listed.announce(jobs)
             jobs.carry_out()
     return jobs.finish()
@@ -203,10 +203,9 @@ def run(arguments: list[str], settings: Sequence[str], name: str, root: Path, li
 
 @contextmanager
 def begin(arguments: list[str], launcher: str, words: list[list[str]], command: list[str]) -> Iterator[Jobs]:
-    """Make a sweep's folder; look before whether the data and the models of all jobs are there.
+    """Make a sweep's folder; check first that the data and the models of all jobs are there.
 
-    What a launcher raises after jobs were begun is said and does not get out of here: the jobs have written down what
-    became of them.
+    An error of a launcher after jobs were begun is printed and not raised: the jobs have recorded their outcomes.
     """
     results_dir = check_files(words) or hydra_folder(arguments).parent
     check_writable(results_dir, "results_dir")

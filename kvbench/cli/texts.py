@@ -25,7 +25,7 @@ USAGES = {
     "help": "kvbench help [a command, a method, a task, a model, ...]",
 }
 TAGLINE = "kvbench: what does a compressed KV cache cost, in quality, bytes and time?"
-# What people come for, by purpose; each begins with the command that it needs.
+# Common needs by purpose; each begins with the command for it.
 NEEDED = (
     ("run", "method=snapkv budget=0.25", "measure a method beside the full cache: minutes"),
     ("run", "method=snapkv,kivi limit=8", "several methods, 8 samples of each subset"),
@@ -94,7 +94,7 @@ def rows(pairs: "tuple[tuple[str, str], ...]", width: int, lead: str = "") -> st
 
 
 def needed() -> tuple[tuple[str, str], ...]:
-    """What people come for, of the commands that there are."""
+    """Common needs and the commands for them, as far as these are installed."""
     known = commands()
     return tuple((words, purpose) for command, words, purpose in NEEDED if command in known)
 
@@ -119,9 +119,9 @@ def list_text(wanted: list[str], width: int = 100) -> str:
         names.append(name)
     lines = []
     for group in names or known:
-        found = tuple(files.options(group).items())
+        options = tuple(files.options(group).items())
         lines.append(f"{group}=  ({known[group]})")
-        lines += rows(found, width).splitlines() if found else ["  none yet"]
+        lines += rows(options, width).splitlines() if options else ["  none yet"]
         lines.append("")
     return "\n".join(lines).rstrip()
 

@@ -1,4 +1,4 @@
-"""The words of a command line before Hydra reads them: the command, flags, and the habits that people bring from other
+"""The words of a command line before Hydra reads them: the command, flags, and the spellings of other
 tools."""
 
 import re
@@ -32,7 +32,7 @@ FLAGS_WITH_VALUE = LONG_WITH_VALUE | {short for short, flag in SHORT.items() if 
 FLAGS = {*SHORT, *SHORT.values(), "--hydra-help", "--version", "--resolve"}
 SHOWING = {"--cfg", "--info", "--hydra-help", "--shell-completion"}  # flags that show something and run nothing
 
-# What lm-eval, kvpress and others call a setting -> what it is here.
+# Name of a setting in lm-eval, kvpress and others -> name here.
 HABITS = {
     "press": "method",
     "press_name": "method",
@@ -108,8 +108,8 @@ def take_config_dir(arguments: list[str]) -> tuple[list[Path], list[str]]:
     for word in rest:
         flag, sign, value = word.partition("=")
         if flag == "method" and SUFFIX in value:
-            word, found = with_names(word)
-            method_files += found
+            word, paths = with_names(word)
+            method_files += paths
         if flag not in ("--config-dir", "-cd"):
             others.append(word)
             continue
@@ -124,41 +124,41 @@ def take_config_dir(arguments: list[str]) -> tuple[list[Path], list[str]]:
 
 
 def with_names(word: str) -> tuple[str, list[Path]]:
-    """`method=FILE.py,snapkv` with the names of methods in place of their files; and these files."""
+    """`method=FILE.py,snapkv` with the names of methods instead of their files; and these files."""
     group, _, value = word.partition("=")
     parts = value.strip("[]'\"").split(",")
-    found = [Path(part).expanduser() for part in parts if part.endswith(SUFFIX)]
+    paths = [Path(part).expanduser() for part in parts if part.endswith(SUFFIX)]
     names = [Path(part).stem if part.endswith(SUFFIX) else part for part in parts]
-    return f"{group}={','.join(names)}", found
+    return f"{group}={','.join(names)}", paths
 
 
 @contextmanager
-def own_choices(folders: Sequence[Path]) -> Iterator[None]:
-    """Let the choices of the user's own folders count like kvbench's."""
-    # Modules of the user's own methods lie beside their YAMLs; at the end they hide nobody else's.
-    with files.with_own_folders(folders):
+def config_dir_choices(folders: Sequence[Path]) -> Iterator[None]:
+    """Add the choices of `--config-dir` folders to kvbench's inside the block."""
+    # Modules of the user's methods lie next to their YAMLs; at the end of the path they shadow no other.
+    with files.with_config_dirs(folders):
         sys.path += [folder for folder in files.import_folders(folders) if folder not in sys.path]
         yield
 
 
 def config_dir_flags(folders: Sequence[Path]) -> list[str]:
-    """The words that name the user's own folders again."""
+    """Command-line flags that name the `--config-dir` folders."""
     return [word for folder in folders for word in ("--config-dir", str(folder))]
 
 
-def refuse_stored_config(own: Sequence[Path], arguments: Sequence[str]) -> None:
-    """Refuse a folder of choices that has a config.yaml: Hydra would read kvbench's own in its place, without a word.
+def refuse_stored_config(config_dirs: Sequence[Path], arguments: Sequence[str]) -> None:
+    """Refuse a folder of choices that has a config.yaml: Hydra would silently read kvbench's own instead.
     The words may name one with `--config-path`."""
-    given = [("--config-dir", folder) for folder in own]
-    for word, following in pairwise([*arguments, ""]):
+    folders = [("--config-dir", folder) for folder in config_dirs]
+    for word, next_word in pairwise([*arguments, ""]):
         flag, sign, value = word.partition("=")
         if flag in ("--config-path", "-cp"):
-            given.append((flag, Path(value if sign else following)))
-    for flag, folder in given:
+            folders.append((flag, Path(value if sign else next_word)))
+    for flag, folder in folders:
         if (folder / "config.yaml").is_file() and (folder / "run.json").is_file():
-            again = shlex.join(["kvbench", "rerun", str(folder)])
+            command = shlex.join(["kvbench", "rerun", str(folder)])
             raise ValueError(
-                f"{flag} {folder} is a stored run, whose settings would be ignored; `{again}` runs it again"
+                f"{flag} {folder} is a stored run, whose settings would be ignored; `{command}` runs it again"
             )
         if (folder / "config.yaml").is_file():
             raise ValueError(
@@ -182,7 +182,7 @@ def read_flags(words: Sequence[str]) -> dict[str, str]:
     Raises:
         ValueError: A value is missing, or two flags contradict.
     """
-    found, rest = dict[str, str](), iter(words)
+    flags, rest = dict[str, str](), iter(words)
     for word in rest:
         flag, sign, value = word.partition("=")
         flag = SHORT.get(flag, flag)
@@ -190,25 +190,25 @@ def read_flags(words: Sequence[str]) -> dict[str, str]:
             value = next(rest, "all" if flag == "--info" else "")
             if not value:
                 raise ValueError(f"{word} needs a value: {word} VALUE")
-        found[flag] = value
-    if len(both := sorted(found.keys() & {"--run", "--multirun", *SHOWING})) > 1:
+        flags[flag] = value
+    if len(both := sorted(flags.keys() & {"--run", "--multirun", *SHOWING})) > 1:
         raise ValueError(f"{' and '.join(both)} exclude one another; give one")
-    if "--resolve" in found and "--cfg" not in found:
+    if "--resolve" in flags and "--cfg" not in flags:
         raise ValueError("--resolve is for what --cfg shows; add --cfg job, or leave it out")
-    return found
+    return flags
 
 
 def check_flags(arguments: Sequence[str]) -> None:
     """Refuse a flag that kvbench does not have, with the settings that are probably meant."""
     wrong, meant = [], []
-    for word, following in pairwise([*arguments, ""]):
+    for word, next_word in pairwise([*arguments, ""]):
         flag, sign, value = word.partition("=")
         if not word.startswith("-") or re.match(r"-[0-9.]", word) or flag in FLAGS:
             continue
         wrong.append(flag)
         key = flag.lstrip("-").replace("-", "_")
         if key in HABITS or _is_setting(key):
-            meant.append(f"{HABITS.get(key, key)}={value if sign else following}")
+            meant.append(f"{HABITS.get(key, key)}={value if sign else next_word}")
     if not wrong:
         return
     text = f"{' and '.join(wrong)} {'is no flag' if len(wrong) == 1 else 'are no flags'} of kvbench"
@@ -225,14 +225,14 @@ def from_habits(arguments: Sequence[str]) -> list[str]:
     Raises:
         ValueError: A setting has another name elsewhere; says its name here.
     """
-    found = []
+    result = []
     for word in arguments:
         key, sign, value = word.partition("=")
         here = HABITS.get(key, key) if sign else key
         if here.rpartition(".")[2] != key.rpartition(".")[2]:
             raise ValueError(f"there is no setting {key}. Did you mean `{shlex.join([f'{here}={value}'])}`?")
-        found.append(f"{here}={value}" if sign else word)
-    return found
+        result.append(f"{here}={value}" if sign else word)
+    return result
 
 
 def _is_setting(name: str) -> bool:

@@ -57,13 +57,13 @@ def of_method(target: object, model: str = "") -> Iterator[tuple[str, dict[str, 
 
 
 def _fitting(composed: "DictConfig", words: Sequence[str]) -> str | None:
-    given = {word.lstrip("+~").partition("=")[0] for word in words}
-    if any(key.startswith("model.") and key.removeprefix("model.") not in SAME_MODEL for key in given):
+    keys = {word.lstrip("+~").partition("=")[0] for word in words}
+    if any(key.startswith("model.") and key.removeprefix("model.") not in SAME_MODEL for key in keys):
         return None
     method = composed.method
-    for name, found in of_method(method.get("_target_"), str(composed.get("model", {}).get("name"))):
-        was = found["base"] | found["replaces"]
-        if not any(f"method.{key}" in given for key in found["settings"]) and all(
+    for name, content in of_method(method.get("_target_"), str(composed.get("model", {}).get("name"))):
+        was = content["base"] | content["replaces"]
+        if not any(f"method.{key}" in keys for key in content["settings"]) and all(
             method.get(key) == value for key, value in was.items()
         ):
             return name

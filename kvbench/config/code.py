@@ -1,4 +1,4 @@
-"""What of source code an answer depends on: the files, what of them counts, and the libraries that they import."""
+"""Source code that an answer depends on: files, the parts of them that are hashed, and imported libraries."""
 
 import ast
 import hashlib
@@ -12,10 +12,10 @@ from pathlib import Path
 
 SOURCE_SUFFIXES = {".py", ".yaml", ".cpp", ".c", ".h", ".cu", ".jinja", ".json", ".txt"}
 # Libraries that compute no answer, prompt or score: they compose the settings, fetch, lock, read, put weights on their
-# devices, and show. What they hand on (resolved settings, weights, prompts, references) has hashes of its own. Every
+# devices, and show. Their outputs (resolved settings, weights, prompts, references) have hashes of their own. Every
 # library not named here counts.
 HANDS_ON = {"accelerate", "datasets", "filelock", "huggingface_hub", "hydra", "omegaconf", "pyarrow", "rich"}
-# Libraries whose requirements are a platform's and not a computation's: what kvbench takes of them, it imports itself.
+# Libraries whose requirements are a platform's and not a computation's: kvbench imports the parts that it uses.
 FRAMEWORKS = {"lm-eval", "tokenizers", "torch", "transformers"}
 LIBRARY_FOLDERS = frozenset({"site-packages", "dist-packages"})
 
@@ -28,8 +28,8 @@ def sources(folder: Path) -> list[Path]:
 
 
 def meaning(path: Path) -> bytes:
-    """What of a source file counts: of Python the syntax tree without docstrings, so that comments, formatting and
-    documentation do not; of other files every byte."""
+    """Hashed content of a source file: of Python the syntax tree without docstrings, so that comments, formatting and
+    documentation do not count; of other files every byte."""
     content = path.read_bytes()
     return _meaning_of_python(content) if path.suffix == ".py" else content
 
@@ -47,7 +47,7 @@ def _meaning_of_python(content: bytes) -> bytes:
 
 
 def _statements(tree: ast.Module) -> Iterator[ast.AST]:
-    """A module and its statements at any depth, a tenth of its nodes. Who is given one may change its body."""
+    """A module and its statements at any depth, a tenth of its nodes; the caller may change their bodies."""
     todo: list[ast.AST] = [tree]
     while todo:
         yield (node := todo.pop())
@@ -55,7 +55,7 @@ def _statements(tree: ast.Module) -> Iterator[ast.AST]:
 
 
 def _within(node: ast.AST) -> list[ast.AST]:
-    """What stands in a statement: statements, handlers and cases."""
+    """Children of a statement: statements, handlers and cases."""
     return [each for part in ("body", "handlers", "orelse", "finalbody", "cases") for each in getattr(node, part, ())]
 
 
@@ -77,8 +77,8 @@ def libraries(files: Iterable[Path]) -> dict[str, str]:
     version of either can turn a right answer into a wrong one. Frameworks are not looked into, nor what a library
     requires for an extra.
     """
-    found = versions(imports(files))
-    todo = [name for name in found if name not in FRAMEWORKS]
+    installed = versions(imports(files))
+    todo = [name for name in installed if name not in FRAMEWORKS]
     while todo:
         for line in _required(todo.pop()):
             wanted, _, condition = line.partition(";")
@@ -86,10 +86,10 @@ def libraries(files: Iterable[Path]) -> dict[str, str]:
             if name is None or "extra" in condition or name[0].replace("-", "_") in HANDS_ON:
                 continue
             distribution, version = _installed(name[0])
-            if distribution not in found and version:  # one for another system is not installed here
-                found[distribution] = version
+            if distribution not in installed and version:  # one for another system is not installed here
+                installed[distribution] = version
                 todo += [distribution] if distribution not in FRAMEWORKS else []
-    return dict(sorted(found.items()))
+    return dict(sorted(installed.items()))
 
 
 def imports(files: Iterable[Path]) -> frozenset[str]:
@@ -110,34 +110,34 @@ def versions(names: Iterable[str]) -> dict[str, str]:
 
 def reached(files: Iterable[Path], package: str, folder: Path) -> set[Path]:
     """The modules of a package (`kvbench.tasks`), which lies in a folder, that Python files import at any remove."""
-    todo, found = [path for path in files if path.suffix == ".py"], set[Path]()
+    todo, seen = [path for path in files if path.suffix == ".py"], set[Path]()
     while todo:
         for name in names_imported(todo.pop()):
             inside = name.removeprefix(f"{package}.").split(".") if name.startswith(f"{package}.") else []
             for path in (folder.joinpath(*inside).with_suffix(".py"), folder.joinpath(*inside, "__init__.py")):
-                if inside and path.is_file() and path not in found:
-                    found.add(path)
+                if inside and path.is_file() and path not in seen:
+                    seen.add(path)
                     todo.append(path)
-    return found
+    return seen
 
 
-def users_files(modules: Iterable[str], *, room: str, own: str = "") -> dict[str, Path]:
+def users_files(modules: Iterable[str], *, room: str, included: str = "") -> dict[str, Path]:
     """List the source files of modules and of every other one that they import, at any remove, wherever it lies, by
     module: those of the user's own, and those of one room of kvbench. Methods, tasks and metrics count by this rule.
 
     Not among them are Python's own modules, installed libraries, whose versions count instead, and the rest of kvbench.
-    What a module imports under a name that it computes is not seen.
+    An import of a computed name is not seen.
 
     Args:
         modules: Where to begin.
         room: A package of kvbench that counts.
-        own: A module that counts in any case, with the installed package that it is part of.
+        included: A module that counts in any case, with the installed package that it is part of.
     """
     todo, seen = set(modules), set[str]()
     files: dict[str, Path] = {}
     while todo:
         module = todo.pop()
-        if module in seen or not _is_users(module, room, own):
+        if module in seen or not _is_users(module, room, included):
             continue
         seen.add(module)
         parent = module.rpartition(".")[0]  # what is in a package's own file has run before its modules
@@ -149,11 +149,11 @@ def users_files(modules: Iterable[str], *, room: str, own: str = "") -> dict[str
     return dict(sorted(files.items()))
 
 
-def _is_users(module: str, room: str, own: str) -> bool:
+def _is_users(module: str, room: str, included: str) -> bool:
     top = module.partition(".")[0]
     if top == "kvbench":
-        return module.startswith(f"{room}.") or module == own
-    return top == own.partition(".")[0] or not (top in sys.stdlib_module_names or _is_installed(top))
+        return module.startswith(f"{room}.") or module == included
+    return top == included.partition(".")[0] or not (top in sys.stdlib_module_names or _is_installed(top))
 
 
 def is_library(path: Path) -> bool:
@@ -168,7 +168,7 @@ def _is_installed(top: str) -> bool:
     except (ImportError, ValueError):
         return True
     places = [] if spec is None else [spec.origin] if spec.has_location else spec.submodule_search_locations or []
-    return all(is_library(Path(place or "")) for place in places)
+    return all(is_library(Path(path or "")) for path in places)
 
 
 def _source(module: str) -> Path | None:
@@ -199,8 +199,8 @@ def check_unchanged(files: Mapping[str, Path]) -> None:
         ChangedSource: Names the file.
     """
     for name, path in files.items():
-        found = hash_files({name: path})
-        if _first_read.setdefault(str(path), found) != found:
+        digest = hash_files({name: path})
+        if _first_read.setdefault(str(path), digest) != digest:
             raise ChangedSource(
                 f"{path} was changed after this Python had imported it, so the old code would run under the new "
                 "code's name; restart Python (or the notebook's kernel) and repeat the call"
@@ -245,17 +245,17 @@ def _names_in(content: bytes, package: str) -> tuple[str, ...]:
 def _installed(name: str) -> tuple[str, str]:
     """The distribution that a top-level name comes from, spelt as package indexes do, and its version."""
     try:  # most are called like what is imported from them; the list of all takes a quarter of a second and more
-        found = importlib.metadata.distribution(name)
+        metadata = importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError:
         if (owner := _owner(name)) is None:
             return name, ""
-        found = importlib.metadata.distribution(owner)
-    return re.sub(r"[-_.]+", "-", found.name).lower(), found.version
+        metadata = importlib.metadata.distribution(owner)
+    return re.sub(r"[-_.]+", "-", metadata.name).lower(), metadata.version
 
 
 @cache
 def _required(distribution: str) -> tuple[str, ...]:
-    """What a distribution requires, in its own lines; nothing where it is not installed."""
+    """Requirement lines of a distribution; none where it is not installed."""
     try:
         return tuple(importlib.metadata.requires(distribution) or ())
     except importlib.metadata.PackageNotFoundError:
@@ -264,8 +264,8 @@ def _required(distribution: str) -> tuple[str, ...]:
 
 def _owner(name: str) -> str | None:
     """The distribution that a top-level name comes from, of several the first."""
-    found = importlib.metadata.distributions()
-    said = [each.name for each in found if name in (each.read_text("top_level.txt") or "").split()]
+    distributions = importlib.metadata.distributions()
+    said = [each.name for each in distributions if name in (each.read_text("top_level.txt") or "").split()]
     return min(said or _owners().get(name, []), default=None)  # not all of them say so in a file
 
 

@@ -91,7 +91,7 @@ def hydra_value(key: str, value: object) -> str:
         return repr(float(value))
     if isinstance(value, str | Path):
         # Backslashes mean themselves, except those before a quote, of which every one is doubled.
-        doubled = re.sub(r"(\\*)'", lambda found: 2 * found[1] + "\\'", str(value))
+        doubled = re.sub(r"(\\*)'", lambda match: 2 * match[1] + "\\'", str(value))
         return "'" + re.sub(r"(\\+)$", r"\1\1", doubled) + "'"
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{name}:{hydra_value(key, item)}" for name, item in value.items()) + "}"
@@ -110,10 +110,10 @@ def words_of(settings: Mapping[str, object], prefix: str = "") -> list[str]:
 
 @contextmanager
 def explained(words: Sequence[str]) -> Iterator[None]:
-    """Raises what the configuration library raises as one message for the user.
+    """Re-raise an error of the configuration library as one message for the user.
 
     Args:
-        words: What the user wrote.
+        words: Words of the command line.
     """
     try:
         yield
@@ -125,8 +125,8 @@ def explained(words: Sequence[str]) -> Iterator[None]:
 
 def _is_librarys(error: Exception) -> bool:
     """True for an error that the configuration library did not mean to raise, as one of its assertions."""
-    place = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-    return not isinstance(error, OSError) and bool(_LIBRARY.intersection(place.parts))
+    path = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+    return not isinstance(error, OSError) and bool(_LIBRARY.intersection(path.parts))
 
 
 def explain(error: Exception, arguments: Sequence[str]) -> ValueError:
@@ -148,13 +148,13 @@ def explain(error: Exception, arguments: Sequence[str]) -> ValueError:
             f"{error.override} cannot be read as key=value; quote special characters for the shell and for Hydra, "
             f"for example 'key=\"a b\"'. `kvbench --help` shows the grammar"
         )
-    found = re.search(r"Could not (?:override|append|delete)[^']*'([^'@]+)", str(error))
-    if found:
-        key = re.split(r"[=\s]", found.group(1).lstrip("+~"))[0]
+    match = re.search(r"Could not (?:override|append|delete)[^']*'([^'@]+)", str(error))
+    if match:
+        key = re.split(r"[=\s]", match.group(1).lstrip("+~"))[0]
         return _unknown_key(key, parsed, arguments) or ValueError(_first_lines(error))
     if not isinstance(error, HydraException | OmegaConfBaseException):
-        own = [word for word in arguments if word.lstrip("+~").startswith("hydra")] or arguments
-        return ValueError(f"{shlex.join(own)} cannot be applied to the configuration; leave out what you can")
+        hydra_words = [word for word in arguments if word.lstrip("+~").startswith("hydra")] or arguments
+        return ValueError(f"{shlex.join(hydra_words)} cannot be applied to the configuration; leave out what you can")
     return ValueError(_first_lines(error))
 
 
@@ -165,7 +165,7 @@ def check_choices(arguments: Sequence[str]) -> None:
     is `full`.
 
     Raises:
-        ValueError: Names the group, what was asked for and what there is.
+        ValueError: Names the group, the requested choice and the existing ones.
     """
     for override in _parse(arguments):
         group = override.key_or_group
@@ -215,14 +215,20 @@ def for_their_methods(jobs: Sequence[Sequence[str]]) -> tuple[list[list[str]], l
         The words of each job, of jobs that are now alike one; and a sentence for each word that was left out.
     """
     chosen = [next((word[7:] for word in job if word.startswith("method=")), "") for job in jobs]
-    asked = {word: word[7:].partition("=")[0].split(".")[0] for job in jobs for word in job if word[:7] == "method."}
-    names = set(chosen) & set(files.options("method")) if asked else set()
+    method_keys = {
+        word: word[7:].partition("=")[0].split(".")[0] for job in jobs for word in job if word[:7] == "method."
+    }
+    names = set(chosen) & set(files.options("method")) if method_keys else set()
     has = {name: set(methods.method_settings(name)) for name in names}
     somewhere = set().union(*has.values())
     left: dict[str, list[str]] = {}
     kept: dict[tuple[str, ...], None] = {}
     for name, job in zip(chosen, jobs, strict=True):
-        drop = [word for word in job if asked.get(word) in somewhere and asked[word] not in has.get(name, somewhere)]
+        drop = [
+            word
+            for word in job
+            if method_keys.get(word) in somewhere and method_keys[word] not in has.get(name, somewhere)
+        ]
         for word in drop:
             left.setdefault(word, []).append(name)
         kept[tuple(word for word in job if word not in drop)] = None

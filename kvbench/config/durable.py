@@ -21,12 +21,12 @@ def make_folder(folder: Path) -> None:
         OSError: A part of the path is no folder, or cannot be made.
     """
     missing = []
-    place = folder
-    while not place.exists():
-        missing.append(place)
-        place = place.parent
-    for place in reversed(missing):
-        place.mkdir(exist_ok=True)
-        sync(place.parent)
+    parent = folder
+    while not parent.exists():
+        missing.append(parent)
+        parent = parent.parent
+    for parent in reversed(missing):
+        parent.mkdir(exist_ok=True)
+        sync(parent.parent)
     if not folder.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))

@@ -90,15 +90,15 @@ def read_manifest(folder: Path, name: str, package: str) -> Extension:
 def discovered() -> dict[str, Extension]:
     """Extensions by name, built-in ones first; also those whose `uses` are not met."""
     root = Path(__file__).resolve().parent.parent / "extensions"
-    found = {
+    manifests = {
         path.parent.name: read_manifest(path.parent, path.parent.name, f"{PACKAGE}.{path.parent.name}")
         for path in sorted(root.glob(f"*/{MANIFEST}"))
     }
     for entry in entry_points(group=PACKAGE):
-        if entry.name in found:
+        if entry.name in manifests:
             raise ValueError(f"two extensions are named {entry.name}; uninstall the package of {entry.value}")
-        found[entry.name] = read_manifest(_folder_of(entry.value), entry.name, entry.value)
-    return found
+        manifests[entry.name] = read_manifest(_folder_of(entry.value), entry.name, entry.value)
+    return manifests
 
 
 def _folder_of(package: str) -> Path:
@@ -119,11 +119,11 @@ def _folder_of(package: str) -> Path:
 @lru_cache(maxsize=1)
 def enabled() -> dict[str, Extension]:
     """Extensions whose `uses` are enabled too."""
-    found = dict(discovered())
-    while lacking := [name for name, one in found.items() if not found.keys() >= set(one.uses)]:
+    manifests = dict(discovered())
+    while lacking := [name for name, one in manifests.items() if not manifests.keys() >= set(one.uses)]:
         for name in lacking:
-            del found[name]
-    return found
+            del manifests[name]
+    return manifests
 
 
 def lacking(command: str) -> str:

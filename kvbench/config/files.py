@@ -1,4 +1,4 @@
-"""Where the configuration files lie and what there is to choose from, found without importing anything heavy."""
+"""Locations of the configuration files and their choices, without importing anything heavy."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,7 +8,7 @@ from typing import Any
 
 from kvbench.config import extensions, one_file
 
-FULL = "full"  # conf/method/full.yaml: the one method the harness knows by name, the reference of every other
+FULL = "full"  # conf/method/full.yaml: the reference of every other method, the only name in the harness
 # The store of the full cache that others are compared with, whatever theirs is: see `RunConfig.of_full`.
 FULL_STORE: Mapping[str, Any] = {"budget_bytes": None, "rotation": "none", "windows": "exact", "key_offset": "none"}
 AGREED = "allow_code_execution"  # the setting of tasks that run code of the model, by which the user agrees to it
@@ -31,42 +31,42 @@ SHARED = (
 
 
 DISPATCH = {"report": "view"}
-_own_folders: tuple[Path, ...] = ()  # of this process: what `--config-dir` named
+_config_dirs: tuple[Path, ...] = ()  # of this process: what `--config-dir` named
 
 
-def own_folders() -> tuple[Path, ...]:
+def config_dirs() -> tuple[Path, ...]:
     """The user's own folders with method/, task/, ... files, which add to the choices; and files of one method each."""
-    return _own_folders
+    return _config_dirs
 
 
 @contextmanager
-def with_own_folders(folders: Sequence[Path]) -> Iterator[None]:
+def with_config_dirs(folders: Sequence[Path]) -> Iterator[None]:
     """Let the choices of the user's own folders count like kvbench's.
 
     Raises:
         ValueError: One is no folder, or it has a file by the name of one of kvbench's.
     """
-    global _own_folders
-    before, found = _own_folders, tuple(Path(os.path.realpath(folder)) for folder in folders)
-    for folder, given in zip(found, folders, strict=True):
+    global _config_dirs
+    before, resolved = _config_dirs, tuple(Path(os.path.realpath(folder)) for folder in folders)
+    for folder, named in zip(resolved, folders, strict=True):
         if one_file.is_method_file(folder):
             one_file.check_name(folder)
             one_file.target_of(folder)
         elif not folder.is_dir():
             raise ValueError(
-                f"--config-dir {given} is no folder; give one that has method/, task/, ... with YAML files"
+                f"--config-dir {named} is no folder; give one that has method/, task/, ... with YAML files"
             )
         for group in GROUPS:
             both = _paths(group, folder).keys() & {name for root in shipped_folders() for name in _paths(group, root)}
             if both:
                 name = min(both)
-                place = folder if one_file.is_method_file(folder) else f"{folder / group / name}.yaml"
-                raise ValueError(f"{place} has the name of kvbench's own {group}={name}; rename it")
-    _own_folders = found
+                path = folder if one_file.is_method_file(folder) else f"{folder / group / name}.yaml"
+                raise ValueError(f"{path} has the name of kvbench's own {group}={name}; rename it")
+    _config_dirs = resolved
     try:
         yield
     finally:
-        _own_folders = before
+        _config_dirs = before
 
 
 def package_folder() -> Path:
@@ -159,8 +159,8 @@ def options(group: str, conf: Path | None = None) -> dict[str, str]:
 
 
 def _fault(path: Path) -> str:
-    """Why a file of the user's own cannot be read, in brackets; empty where it can."""
-    if _own_folders and any(folder in path.parents for folder in _own_folders):  # a method's own file was checked
+    """Reason why a user's file cannot be read, in brackets; empty where it can."""
+    if _config_dirs and any(folder in path.parents for folder in _config_dirs):  # a method's own file was checked
         from kvbench.config.settings import read_config
 
         try:
@@ -171,9 +171,9 @@ def _fault(path: Path) -> str:
 
 
 def import_folders(folders: Sequence[Path]) -> list[str]:
-    """Where the modules of the user's own folders, and of methods of one file, are imported from."""
+    """Folders that modules of `--config-dir` folders, and methods of one file, are imported from."""
     places = (folder.parent if one_file.is_method_file(folder) else folder for folder in folders)
-    return list(dict.fromkeys(os.path.realpath(place) for place in places))
+    return list(dict.fromkeys(os.path.realpath(path) for path in places))
 
 
 def path_of(group: str, name: str) -> Path:
@@ -183,11 +183,11 @@ def path_of(group: str, name: str) -> Path:
 
 def _paths(group: str, conf: Path | None = None) -> dict[str, Path]:
     """The files of a group by name, kvbench's own first."""
-    found: dict[str, Path] = {}
-    for root in [conf] if conf else [*shipped_folders(), *_own_folders]:
+    paths: dict[str, Path] = {}
+    for root in [conf] if conf else [*shipped_folders(), *_config_dirs]:
         if one_file.is_method_file(root):
-            found |= {root.stem: root} if group == "method" else {}
+            paths |= {root.stem: root} if group == "method" else {}
             continue
         folder = root / group
-        found |= {str(path.relative_to(folder).with_suffix("")): path for path in sorted(folder.rglob("*.yaml"))}
-    return found
+        paths |= {str(path.relative_to(folder).with_suffix("")): path for path in sorted(folder.rglob("*.yaml"))}
+    return paths

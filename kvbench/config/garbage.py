@@ -1,4 +1,4 @@
-"""How often Python looks for garbage: seldom while libraries are imported, which make many objects that all stay."""
+"""Garbage collection thresholds: high while libraries are imported, which make many objects that all stay."""
 
 import gc
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ def seldom() -> Iterator[None]:
 
 def usual() -> None:
     """Collect as often as before `seldom`, and outside of it change nothing: from here on a cycle may hold tensors.
-    What there is already is not looked at until the end, which takes a third of a second each time."""
+    Existing objects are not scanned until the end: a scan takes a third of a second."""
     global _before
     if _before is not None:
         if not gc.get_freeze_count():  # else the caller has his own way

@@ -33,14 +33,14 @@ def method_settings(name: str) -> DictConfig:
 
 
 def read_method(path: Path) -> DictConfig:
-    """What the file of a method lists: its YAML, or the Python file that is all of it."""
+    """Settings that the file of a method lists: its YAML, or the Python file that is all of it."""
     if one_file.is_method_file(path):
         return OmegaConf.create({"_target_": one_file.target_of(path)})
     return read_config(path)
 
 
 def with_defaults(listed: DictConfig) -> DictConfig:
-    """What a method's file lists, behind the defaults of its class's other settings.
+    """Add the defaults of the class's other settings to those that a method's file lists.
 
     Settings that all methods share (`files.SHARED`) are there where the file lists them, or the class redefines them.
     """
@@ -54,8 +54,12 @@ def with_defaults(listed: DictConfig) -> DictConfig:
     except (UnreadableError, OSError, SyntaxError):
         declared = list(_import_class(module, name))
     default = {field: value for _, field, value in declared}
-    own = {field for place, field, _ in declared if field not in files.SHARED or not place.startswith(f"{CONTRACT}.")}
-    added = {field: value for field, value in default.items() if field in own and value is not MISSING}
+    names = {
+        field
+        for source_module, field, _ in declared
+        if field not in files.SHARED or not source_module.startswith(f"{CONTRACT}.")
+    }
+    added = {field: value for field, value in default.items() if field in names and value is not MISSING}
     return OmegaConf.merge({"_target_": target} | added, listed)  # type: ignore[return-value]  # a mapping, as it is
 
 
@@ -80,33 +84,37 @@ def _read_class(module: str, wanted: ast.expr) -> Iterator[Default]:
     """The fields of a class, which an expression in a module names, and of its bases, theirs first.
 
     Raises:
-        UnreadableError: The source does not tell.
+        UnreadableError: The source does not define it statically.
     """
-    place, found = _find(module, wanted)
-    if not isinstance(found, ast.ClassDef):
+    source_module, node = _find(module, wanted)
+    if not isinstance(node, ast.ClassDef):
         raise UnreadableError
-    if place == f"{CONTRACT}.base":  # which has no settings
+    if source_module == f"{CONTRACT}.base":  # which has no settings
         return
-    for base in found.bases:
-        yield from _read_class(place, base)
-    for item in found.body:
+    for base in node.bases:
+        yield from _read_class(source_module, base)
+    for item in node.body:
         if isinstance(item, ast.AnnAssign) and "ClassVar" not in ast.unparse(item.annotation):
-            yield place, ast.unparse(item.target), MISSING if item.value is None else _value(place, item.value)
+            yield (
+                source_module,
+                ast.unparse(item.target),
+                MISSING if item.value is None else _value(source_module, item.value),
+            )
 
 
-def _value(module: str, given: ast.expr) -> Any:
+def _value(module: str, expression: ast.expr) -> Any:
     """A default, from the expression that says it; MISSING of a field that no constructor takes."""
-    if isinstance(given, ast.Call) and ast.unparse(given.func) == "field":
-        options = {item.arg: item.value for item in given.keywords}
+    if isinstance(expression, ast.Call) and ast.unparse(expression.func) == "field":
+        options = {item.arg: item.value for item in expression.keywords}
         if "init" in options and not _value(module, options["init"]):
             return MISSING
-    if isinstance(given, ast.Name | ast.Attribute):
-        place, found = _find(module, given)
-        if not isinstance(found, ast.expr):
+    if isinstance(expression, ast.Name | ast.Attribute):
+        source_module, node = _find(module, expression)
+        if not isinstance(node, ast.expr):
             raise UnreadableError
-        return _value(place, found)
+        return _value(source_module, node)
     try:
-        return ast.literal_eval(given)
+        return ast.literal_eval(expression)
     except (ValueError, TypeError) as error:
         raise UnreadableError from error
 
@@ -144,12 +152,12 @@ def _source(module: str) -> ast.Module:
         path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     else:
         try:
-            found = find_spec(module)
+            spec = find_spec(module)
         except (ImportError, ValueError):
-            found = None
-        if found is None or not found.origin:
+            spec = None
+        if spec is None or not spec.origin:
             raise UnreadableError
-        path = Path(found.origin)
+        path = Path(spec.origin)
     return _parsed(path.read_bytes())
 
 

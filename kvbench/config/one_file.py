@@ -39,9 +39,9 @@ def check_name(path: Path) -> None:
     """
     if not path.stem.isidentifier():
         raise ValueError(f"method={path}: {path.stem} is no name of a Python module; rename the file")
-    found = find_spec(path.stem)
-    if found is not None and (not found.origin or Path(found.origin).resolve() != path.resolve()):
-        raise ValueError(f"method={path}: Python has a module {path.stem} already, {found.origin}; rename the file")
+    spec = find_spec(path.stem)
+    if spec is not None and (not spec.origin or Path(spec.origin).resolve() != path.resolve()):
+        raise ValueError(f"method={path}: Python has a module {path.stem} already, {spec.origin}; rename the file")
 
 
 def _class_of(path: Path) -> ast.ClassDef:
@@ -54,16 +54,16 @@ def _class_of(path: Path) -> ast.ClassDef:
         raise ValueError(f"method={path}{line} is no Python: {getattr(error, 'msg', error)}") from error
     classes = [item for item in body if isinstance(item, ast.ClassDef) and item.bases]
     bases = {ast.unparse(base) for item in classes for base in item.bases}
-    found = [item for item in classes if item.name not in bases and any(map(_is_dataclass, item.decorator_list))]
-    if len(found) != 1:
-        several = f"several: {', '.join(item.name for item in found)}" if found else "none"
+    candidates = [item for item in classes if item.name not in bases and any(map(_is_dataclass, item.decorator_list))]
+    if len(candidates) != 1:
+        several = f"several: {', '.join(item.name for item in candidates)}" if candidates else "none"
         raise ValueError(
             f"method={path} must have one class `@dataclass(kw_only=True) class NAME(Policy)`, and has {several}; "
             "keep one, or choose by a file method/NAME.yaml with `_target_: MODULE.CLASS` and --config-dir"
         )
-    return found[0]
+    return candidates[0]
 
 
 def _is_dataclass(decorator: ast.expr) -> bool:
-    called = decorator.func if isinstance(decorator, ast.Call) else decorator
-    return ast.unparse(called).rpartition(".")[2] == "dataclass"
+    function = decorator.func if isinstance(decorator, ast.Call) else decorator
+    return ast.unparse(function).rpartition(".")[2] == "dataclass"

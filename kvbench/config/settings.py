@@ -48,10 +48,10 @@ def read_config(path: Path) -> "DictConfig":
     from omegaconf import DictConfig, OmegaConf
 
     with faults_of(path):
-        found = OmegaConf.load(path)
-    if not isinstance(found, DictConfig):
+        config = OmegaConf.load(path)
+    if not isinstance(config, DictConfig):
         raise ValueError(f"{path} holds a list; a configuration file holds key: value")
-    return found
+    return config
 
 
 @contextmanager
@@ -72,11 +72,11 @@ def faults_of(path: Path) -> Iterator[None]:
 
 
 def read_data(path: Path, name: str = "") -> dict[str, Any]:
-    """The content of a YAML file that may be anybody's: values and nothing that stands for others. An alias would let a
-    few bytes mean gigabytes, and `${...}` would read the environment.
+    """Read a YAML file from an untrusted source: plain values only. An alias could expand a few bytes to gigabytes, and
+    `${...}` would read the environment.
 
     Args:
-        name: What the file is called in messages; its path by default.
+        name: Name of the file in messages; its path by default.
 
     Raises:
         ValueError: It cannot be read, is too long or too deep, or holds something else than keys with values.
@@ -96,19 +96,19 @@ def read_data(path: Path, name: str = "") -> dict[str, Any]:
             if getattr(event, "anchor", None) or "${" in getattr(event, "value", ""):
                 what = "an alias" if getattr(event, "anchor", None) else "an interpolation, ${...}"
                 raise ValueError(f"its line {event.start_mark.line + 1} has {what}; write the value itself")
-        found = OmegaConf.to_container(OmegaConf.create(text))
+        data = OmegaConf.to_container(OmegaConf.create(text))
     except OSError as error:
         raise ValueError(f"{name} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{name} cannot be read as YAML: {reason}") from error
-    if not isinstance(found, dict):
+    if not isinstance(data, dict):
         raise ValueError(f"{name} holds a list and not keys with values")
-    return {str(key): value for key, value in found.items()}
+    return {str(key): value for key, value in data.items()}
 
 
-def read_settings(kind: type[Kind], given: Mapping[str, Any], prefix: str = "", what: str | None = None) -> Kind:
-    """The settings object that a group of the configuration asks for; what the group lacks takes its default.
+def read_settings(kind: type[Kind], mapping: Mapping[str, Any], prefix: str = "", what: str | None = None) -> Kind:
+    """Make the settings object of a group of the configuration; missing keys take their defaults.
 
     It reads every dataclass whose fields say in their annotations what they may be (`kvbench.rules`): a run, the store,
     a task, a protocol, a policy. The object checks its values when it is made. It holds them as they count, so that two
@@ -116,14 +116,14 @@ def read_settings(kind: type[Kind], given: Mapping[str, Any], prefix: str = "", 
 
     Args:
         kind: The dataclass.
-        given: The group; a list stands for a tuple, `???` for a value that is still to be given.
-        prefix: What stands before the names where the user writes them, for example `store.`.
-        what: What an unknown key is called in the message; a setting by default.
+        mapping: The group; a list stands for a tuple, `???` for a value that is still to be given.
+        prefix: Prefix of the names as the user writes them, for example `store.`.
+        what: Noun for an unknown key in the message; a setting by default.
 
     Raises:
         ValueError: Names a setting that does not exist, that is wrong, or that is missing and has no default.
     """
-    values, known = {key: value for key, value in as_dict(given).items() if value != "???"}, declared(kind)
+    values, known = {key: value for key, value in as_dict(mapping).items() if value != "???"}, declared(kind)
     check_keys(values, known, what=what, prefix="" if what else prefix)
     for item in fields(kind):  # type: ignore[arg-type]
         if item.init and item.name not in values and item.default is MISSING and item.default_factory is MISSING:

@@ -32,7 +32,7 @@ def long_form(words: Sequence[str], name: str = ROOT) -> list[str]:
     root = _Root(name)
     if not root.groups:
         return words
-    found = []
+    result = []
     for word in words:
         key, sign, _ = word.partition("=")
         if sign and key.isidentifier() and key not in root.names:
@@ -40,8 +40,8 @@ def long_form(words: Sequence[str], name: str = ROOT) -> list[str]:
             if len(holders) > 1:
                 raise ValueError(f"{key} is a setting of several groups; write {' or '.join(holders)}")
             word = f"{holders[0]}{word.removeprefix(key)}" if holders else word
-        found.append(word)
-    return found
+        result.append(word)
+    return result
 
 
 def every_setting(words: Sequence[str], name: str = ROOT) -> list[str]:
@@ -62,8 +62,8 @@ class _Root:
         self._read(path)
 
     def _read(self, path: Path) -> None:
-        found = read_config(path)
-        for entry in found.pop("defaults", ()):
+        content = read_config(path)
+        for entry in content.pop("defaults", ()):
             if entry == f"/{ROOT}":
                 self._read(files.conf_folder() / f"{ROOT}.yaml")
             for group, choice in entry.items() if isinstance(entry, Mapping) else ():
@@ -71,8 +71,8 @@ class _Root:
                 if group in files.GROUPS:
                     self.groups.setdefault(group, [])
                     self.default[group] = str(choice)
-        self.names |= {str(key) for key in found} | self.groups.keys() | {"hydra"}
-        for key, value in found.items():
+        self.names |= {str(key) for key in content} | self.groups.keys() | {"hydra"}
+        for key, value in content.items():
             if isinstance(value, Mapping) and key != "hydra":
                 self.groups[str(key)] = [*self.groups.get(str(key), ()), *map(str, value)]
 
@@ -114,13 +114,13 @@ def settings_of(group: str, name: str) -> set[str]:
     """The settings of one choice of a group."""
     if group == "method":
         return {str(key) for key in methods.method_settings(name) if not str(key).startswith("_")} | set(files.SHARED)
-    found: Any = read_config(files.path_of(group, name))
+    content: Any = read_config(files.path_of(group, name))
     keys: set[str] = set()
-    for entry in found.pop("defaults", ()):
+    for entry in content.pop("defaults", ()):
         if isinstance(entry, str) and entry in files.options(group):
             keys |= settings_of(group, entry)
-    inner = found.get(group)
-    return keys | {str(key) for key in (inner if isinstance(inner, Mapping) else found)}
+    inner = content.get(group)
+    return keys | {str(key) for key in (inner if isinstance(inner, Mapping) else content)}
 
 
 def _model_words(word: str) -> list[str]:

@@ -35,13 +35,13 @@ class Folder(ConfigSource):
             method = with_defaults(read_method(path))
             return ConfigResult(provider=self.provider, path=self.full_path(), config=method, header={"package": None})
         with faults_of(path):
-            text, found = path.read_text(encoding="utf-8"), OmegaConf.load(path)
-        if not isinstance(found, DictConfig):
+            text, config = path.read_text(encoding="utf-8"), OmegaConf.load(path)
+        if not isinstance(config, DictConfig):
             raise ValueError(f"{path} holds a list; a configuration file holds key: value")
         header = self._get_header_dict(text[:512])
-        if config_path.startswith("method/") and not header.get("package") and "defaults" not in found:
-            found = with_defaults(found)
-        return ConfigResult(provider=self.provider, path=self.full_path(), config=found, header=header)
+        if config_path.startswith("method/") and not header.get("package") and "defaults" not in config:
+            config = with_defaults(config)
+        return ConfigResult(provider=self.provider, path=self.full_path(), config=config, header=header)
 
     def available(self) -> bool:
         return self.is_group("")
@@ -78,7 +78,7 @@ class Folders(SearchPathPlugin):
         for element in search_path.get_path():
             if element.provider == "main":
                 element.path = _address(_root)
-        for provider, folders in (("extensions", extensions.conf_folders()), ("config-dir", files.own_folders())):
+        for provider, folders in (("extensions", extensions.conf_folders()), ("config-dir", files.config_dirs())):
             for folder in folders:
                 search_path.append(f"kvbench-{provider}", _address(folder))
 

@@ -31,17 +31,17 @@ class Between:
 
     titles: tuple[str, str]
     num_runs: int
-    found: Agreement
+    agreement: Agreement
 
     @property
     def words(self) -> str:
         """One line."""
         names = f"{self.titles[0]} and {self.titles[1]}"
-        if self.found.value is None:
+        if self.agreement.value is None:
             return f"{names}: one of them has no order of {self.num_runs} runs"
-        ends = NO_INTERVAL if self.found.interval is None else "[{:+.2f}, {:+.2f}]".format(*self.found.interval)
-        halves = ", ".join("unknown" if half is None else f"{half:+.2f}" for half in self.found.halves)
-        return f"{names}: {self.found.value:+.2f} {ends} over {self.num_runs} runs; each with itself: {halves}"
+        ends = NO_INTERVAL if self.agreement.interval is None else "[{:+.2f}, {:+.2f}]".format(*self.agreement.interval)
+        halves = ", ".join("unknown" if half is None else f"{half:+.2f}" for half in self.agreement.halves)
+        return f"{names}: {self.agreement.value:+.2f} {ends} over {self.num_runs} runs; each with itself: {halves}"
 
 
 def between(
@@ -51,22 +51,22 @@ def between(
     in each group by itself.
 
     Args:
-        key: What is the same of a method in two groups.
+        key: Identifies a method across two groups.
     """
     curves: list[dict[str, Curve]] = []
     for group in groups:
         what = measure(metric, group)
         runs = [run for run in group.runs if run.method != FULL and run.complete]
         curves.append({key(run): curve for run in runs if (curve := curve_of(run, what)).values})
-    found = []
+    result = []
     for (first, mine), (second, theirs) in combinations(zip(groups, curves, strict=True), 2):
         keys = [name for name in mine if name in theirs]
         one = _strata(first, metric, [mine[name] for name in keys])
         other = _strata(second, metric, [theirs[name] for name in keys])
         if len(keys) >= FEWEST_RUNS and one and other:
             both = agreement(one, other, resamples=cfg.resamples, seed=cfg.seed, same_questions=False)
-            found.append(Between(titles=(first.title, second.title), num_runs=len(keys), found=both))
-    return found
+            result.append(Between(titles=(first.title, second.title), num_runs=len(keys), agreement=both))
+    return result
 
 
 def _strata(group: Group, metric: str, curves: Sequence[Curve]) -> Strata | None:
@@ -83,29 +83,33 @@ def _strata(group: Group, metric: str, curves: Sequence[Curve]) -> Strata | None
 def summaries(groups: Sequence[Group], rows: Sequence[Sequence[ComparedRun]], cfg: DictConfig) -> list[dict]:
     """A table of methods by groups for each model that has several, as the page shows it: difference and verdict in
     each, mean place, bytes and time; and the rank correlations of its groups."""
-    found = []
+    result = []
     for model in dict.fromkeys(group.model for group in groups):
-        mine = [(group, list(own)) for group, own in zip(groups, rows, strict=True) if group.model == model and own]
+        mine = [
+            (group, list(group_rows))
+            for group, group_rows in zip(groups, rows, strict=True)
+            if group.model == model and group_rows
+        ]
         if len(mine) > 1:
             metric = str(cfg.metric).removesuffix(SHARE_MARK)  # a share of one number orders runs as the score does
             said = [one.words for one in between([group for group, _ in mine], metric, cfg)]
-            found.append({"title": f"All tasks with {model}", "agreements": said} | _table(mine))
-    return found
+            result.append({"title": f"All tasks with {model}", "agreements": said} | _table(mine))
+    return result
 
 
 def _table(mine: Sequence[tuple[Group, list[ComparedRun]]]) -> dict:
     """Headings and rows of methods by groups, the best mean place first."""
-    by_key = [{row.run.method_key: row for row in own if row.run} for _, own in mine]
-    everywhere = [key for key in by_key[0] if all(key in own for own in by_key)]
+    by_key = [{row.run.method_key: row for row in group_rows if row.run} for _, group_rows in mine]
+    everywhere = [key for key in by_key[0] if all(key in rows for rows in by_key)]
     places = dict.fromkeys(everywhere, 0.0)
-    for own in by_key:
-        signed = [own[key].value * (1 if own[key].what.higher_is_better else -1) for key in everywhere]
-        for key, place in zip(everywhere, rankdata(np.round([-value for value in signed], 12)), strict=True):
-            places[key] += float(place) / len(by_key)
+    for rows in by_key:
+        signed = [rows[key].value * (1 if rows[key].what.higher_is_better else -1) for key in everywhere]
+        for key, rank in zip(everywhere, rankdata(np.round([-value for value in signed], 12)), strict=True):
+            places[key] += float(rank) / len(by_key)
     shown = []
-    for key in sorted({key: None for own in by_key for key in own}, key=lambda key: places.get(key, np.inf)):
-        there = [own[key] for own in by_key if key in own]
-        cells = [cell_of(own.get(key)) for own in by_key]
+    for key in sorted({key: None for rows in by_key for key in rows}, key=lambda key: places.get(key, np.inf)):
+        there = [rows[key] for rows in by_key if key in rows]
+        cells = [cell_of(rows.get(key)) for rows in by_key]
         cells += [{"text": f"{places[key]:.1f}" if key in places else "-", "style": ""}]
         cells += [{"text": text, "style": ""} for text in costs_of(there)]
         shown.append({"label": there[0].label, "cells": cells})

@@ -28,23 +28,23 @@ class OutOfRange(ValueError):
 def series_of(runs: Sequence[StoredRun]) -> dict[str, list[StoredRun]]:
     """The runs that one line may join: those of a method whose settings differ in numbers only, since a tier is no step
     on the way from one budget to the next. A name is the method and, where it has several series, the words of one."""
-    found: dict[tuple, list[StoredRun]] = {}
+    by_setting: dict[tuple, list[StoredRun]] = {}
     for run in runs:
         settings = {**(run.record.identity.get("method") or {}), **(run.record.identity.get("store") or {})}
         words = tuple((key, text) for key, value in settings.items() if (text := _word(value)))
-        found.setdefault((run.method, words, run.conditions, run.apart), []).append(run)
+        by_setting.setdefault((run.method, words, run.conditions, run.apart), []).append(run)
     names: dict[str, list[StoredRun]] = {}
-    for (method, words, conditions, apart), members in found.items():
-        others = [key for key in found if key[0] == method]
-        told = [f"{k}={v}" for k, v in words if any((k, v) not in key[1] for key in others)]
-        told += list(conditions) if len({key[2] for key in others}) > 1 else []
-        names.setdefault(" ".join([*filter(None, [apart]), method, *told]), []).extend(members)
+    for (method, words, conditions, apart), members in by_setting.items():
+        others = [key for key in by_setting if key[0] == method]
+        shown = [f"{k}={v}" for k, v in words if any((k, v) not in key[1] for key in others)]
+        shown += list(conditions) if len({key[2] for key in others}) > 1 else []
+        names.setdefault(" ".join([*filter(None, [apart]), method, *shown]), []).extend(members)
     return names
 
 
 def _word(value: object) -> str:
-    """What a value says beside a number: nothing of a budget or another number, or of one that is not set, but for the
-    unit of a share of all tokens seen, which is no step on the way from one share of a prompt to the next."""
+    """Non-numeric part of a value: empty for a budget, another number or an unset one, except for the unit of a share
+    of all tokens seen, which is not on one scale with shares of a prompt."""
     if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
         return ""
     text = str(value)
@@ -72,8 +72,8 @@ def _held(run: StoredRun, names: Sequence[SampleName], axis: Measure) -> np.ndar
 def at_bytes(name: str, runs: Sequence[StoredRun], what: Measure, wanted: Bytes, axis: Measure = RESIDENT) -> Curve:
     """The values of a method, whose runs are one series, at some bytes, or their mean over a range of bytes.
 
-    The bytes are in the unit of `axis`, percent of an FP16 full cache; two of them ask for the mean over the logarithm
-    of the bytes between them, which is the area under the budget curve divided by its width.
+    The bytes are in the unit of `axis`, percent of an FP16 full cache; for two of them it is the mean over the
+    logarithm of the bytes between them, which is the area under the budget curve divided by its width.
 
     Raises:
         OutOfRange: The runs do not span these bytes.
@@ -102,15 +102,15 @@ def at_bytes(name: str, runs: Sequence[StoredRun], what: Measure, wanted: Bytes,
     pseudo = _pseudo_values(values, (shares - means) / means, x, lambda y, places: read(y, places, ends))
     shown = [f"{end:g}" for end in axis.scale * np.exp(ends)]
     text = f"{name} at {shown[0]} {unit}" if len(shown) == 1 else f"{name}, {' to '.join(shown)} {unit}"
-    found = dict(zip(names, pseudo.tolist(), strict=True))
+    by_sample = dict(zip(names, pseudo.tolist(), strict=True))
     total = max(curve.total for curve in curves)
     return Curve(
         label=text,
-        values=found,
-        ranges={sample: (value, value) for sample, value in found.items()},
+        values=by_sample,
+        ranges={sample: (value, value) for sample, value in by_sample.items()},
         total=total,
         weighting=curves[0].weighting,
-        progress=f"{len(found)} of {total} samples",
+        progress=f"{len(by_sample)} of {total} samples",
     )
 
 

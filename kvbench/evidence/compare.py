@@ -9,13 +9,13 @@ from omegaconf import DictConfig
 from rich.text import Text
 
 from kvbench.config.files import FULL
-from kvbench.evidence import argued
+from kvbench.evidence import answer_traits
 from kvbench.evidence.budget_curves import OutOfRange, at_bytes, series_of
 from kvbench.evidence.compared import EQUAL_LEVEL, ComparedRun, count, difference, worst
 from kvbench.evidence.load import Group, StoredRun, fits_settings, sentences
 from kvbench.evidence.samples import Change, Curve, NoCommonSample, changes, curve_of, measure, noise, pair
 from kvbench.evidence.settings import Bytes, bytes_wanted
-from kvbench.evidence.view import Found, Grid, Part, View, frame_of, line, notes
+from kvbench.evidence.view import Grid, Part, View, ViewResult, frame_of, line, notes
 from kvbench.results.measures import Measure
 from kvbench.show.csv_file import Cell, csv_row
 from kvbench.show.terminal import NO_INTERVAL, number, p_text
@@ -47,7 +47,7 @@ def find(group: Group, name: str, where: Mapping[str, object] | None = None) -> 
 
 
 def margin_of(cfg: DictConfig, what: Measure) -> float:
-    """The margin that was asked for, or the metric's own."""
+    """The margin of the setting, or the default of the metric."""
     return what.margin if cfg.margin is None else float(cfg.margin)
 
 
@@ -61,7 +61,7 @@ def _compare(
     has_verdicts: bool = True,
 ) -> list[ComparedRun]:
     """Compare pairs of curves; those without a common sample get a note. `why` there is no verdict: `unfit`."""
-    found, margin = [], margin_of(cfg, what)
+    rows, margin = [], margin_of(cfg, what)
     for mine, theirs in sides:
         try:
             pairs = replace(pair(mine, theirs, what), unfit=why)
@@ -69,26 +69,26 @@ def _compare(
             notes.append(f"not compared: {error}")
             continue
         is_full = theirs.run is not None and theirs.run.method == FULL
-        found.append(
+        rows.append(
             ComparedRun(
                 what=what,
                 pairs=pairs,
-                found=pairs.paired(what, cfg.resamples, cfg.seed),
+                difference=pairs.paired(what, cfg.resamples, cfg.seed),
                 extremes=pairs.extremes(what, cfg.resamples, cfg.seed),
                 margin=margin,
                 null=margin if what.is_fidelity and is_full else 0.0,
                 changes=changes(pairs, what, tolerance),
-                longer=argued.longer(mine.run, theirs.run, cfg.resamples, cfg.seed) if has_verdicts else None,
+                longer=answer_traits.longer(mine.run, theirs.run, cfg.resamples, cfg.seed) if has_verdicts else None,
             )
         )
         if mine.run and theirs.run and mine.run.conditions != theirs.run.conditions:
             both = f"{mine.label} and {theirs.label}"
             notes.append(f"{both} ran with another batch size or backend, which adds noise")
-    for row in found:
-        row.num_family = len(found)
+    for row in rows:
+        row.num_family = len(rows)
     if has_verdicts:
-        correct(found)
-    return found
+        correct(rows)
+    return rows
 
 
 def compare_group(group: Group, cfg: DictConfig, *, has_verdicts: bool = True) -> tuple[list[ComparedRun], list[str]]:
@@ -136,8 +136,8 @@ def compare_group(group: Group, cfg: DictConfig, *, has_verdicts: bool = True) -
 def _at_equal_bytes(
     group: Group, what: Measure, wanted: Bytes, name: str, notes: list[str]
 ) -> list[tuple[Curve, Curve]]:
-    """The methods' curves over their budgets at the same bytes, each beside the one of that name; the full cache is
-    what it is."""
+    """Each method's budget curve at the same bytes, paired with the other run of that name; the full cache is taken
+    unchanged."""
     curves: dict[str, Curve] = {}
     for title, runs in series_of([run for run in group.runs if run.method != FULL and run.complete]).items():
         try:
@@ -162,9 +162,9 @@ def correct(rows: Sequence[ComparedRun]) -> None:
     """Correct the p values of a family, in place: those of a difference, and those of equality."""
     for row in rows:
         row.num_family = len(rows)
-        least = row.found.resamples
-        if resamples_for(len(rows), least) != resamples_for(row.found.num_tests, least):
-            row.found = row.found.among(len(rows))
+        least = row.difference.resamples
+        if resamples_for(len(rows), least) != resamples_for(row.difference.num_tests, least):
+            row.difference = row.difference.among(len(rows))
     for row, p, equal in zip(rows, holm([r.p for r in rows]), holm([r.p_equal for r in rows]), strict=True):
         row.p_holm, row.p_equal_holm = p, equal
 
@@ -183,7 +183,7 @@ def _columns(rows: Sequence[ComparedRun]) -> dict[str, list[str]]:
         "p Holm": [p_text(row.p_holm) for row in rows],
         f"p equal\n+-{margin}": [p_text(row.p_equal_holm) for row in rows],
         "would\nshow": [number(row.detectable, what.scale) for row in rows],
-        **argued.columns([(row.run, row.longer) for row in rows]),
+        **answer_traits.columns([(row.run, row.longer) for row in rows]),
     }
 
 
@@ -199,13 +199,13 @@ def change_lines(change: Change, scale: float, names: tuple[str, str]) -> list[s
 
 
 def texts(tables: Sequence[tuple[Group, list[ComparedRun], list[str]]], cfg: DictConfig) -> Iterator[Part]:
-    """One table for each group, what must be known to read it, and `cfg.regressions` answers that changed."""
+    """One table for each group, notes on it, and `cfg.regressions` answers that changed."""
     for group, rows, said in tables:
         yield Text()
         if rows:
-            beside = " and ".join(dict.fromkeys(row.pairs.theirs.label for row in rows))
+            references = " and ".join(dict.fromkeys(row.pairs.theirs.label for row in rows))
             direction = "higher" if rows[0].what.higher_is_better else "lower"
-            title = f"{group.title}: {rows[0].what.title} ({direction} is better), difference to {beside}"
+            title = f"{group.title}: {rows[0].what.title} ({direction} is better), difference to {references}"
             yield from notes(filter(None, [rows[0].pairs.unfit]))
             columns, names = list(_columns(rows).items()), [row.label for row in rows]
             yield Grid(title=title, names=names, columns=columns, ends=("verdict", "would\nshow"))
@@ -242,29 +242,29 @@ def legend(num_family: int) -> list[str]:
 
 def record_of(group: Group, row: ComparedRun) -> dict[str, Cell]:
     """A row of the CSV with all its numbers, unrounded, in the metric's own unit."""
-    (low, high), kind = row.interval or (None, None), row.found.interval[1]
+    (low, high), kind = row.interval or (None, None), row.difference.interval[1]
     mine = row.run.record.hash[:12] if row.run else None
     tests = ("null", "p", "p_holm", "margin", "p_equal", "p_equal_holm", "detectable", "needed", "verdict")
     return (
         csv_row(group=group.title, run=row.label, hash=mine, against=row.pairs.theirs.label, metric=row.what.csv_name)
         | csv_row(n=row.pairs.num_samples, of=row.pairs.total, difference=row.value, low=low, high=high)
         | csv_row(interval=kind, worst=row.worst, lost=row.num_lost, gained=row.num_gained)
-        | argued.csv_cells(row.run, row.longer)
-        | {"test": row.found.test, **{name: getattr(row, name) for name in tests}}
+        | answer_traits.csv_cells(row.run, row.longer)
+        | {"test": row.difference.test, **{name: getattr(row, name) for name in tests}}
     )
 
 
-def compute(groups: Sequence[Group], cfg: DictConfig) -> Found:
+def compute(groups: Sequence[Group], cfg: DictConfig) -> ViewResult:
     """The comparisons of all groups, corrected together; raises ValueError where there is none."""
     tables = [(group, *compare_group(group, cfg)) for group in groups]
-    rows = [row for _, found, _ in tables for row in found]
+    rows = [row for _, table_rows, _ in tables for row in table_rows]
     if not rows:
         reasons = [note for group, _, said in tables for note in (*said, *group.notes)]
         raise ValueError(f"nothing to compare. {sentences(reasons) or 'There is only one run.'}")
     correct(rows)
-    frame = frame_of(record_of(group, row) for group, found, _ in tables for row in found)
+    frame = frame_of(record_of(group, row) for group, table_rows, _ in tables for row in table_rows)
     frame.attrs["notes"] = [text for group, _, said in tables for text in (*group.notes, *said)]
-    return Found(parts=list(texts(tables, cfg)), frame=frame, names_files=False)
+    return ViewResult(parts=list(texts(tables, cfg)), frame=frame, names_files=False)
 
 
 main = View(name="compare", compute=compute)

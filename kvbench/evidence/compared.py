@@ -1,4 +1,4 @@
-"""One run beside another: the paired difference, its interval and tests, and the verdict that they allow."""
+"""Paired difference of two runs, its interval and tests, and the verdict that they allow."""
 
 from dataclasses import dataclass
 
@@ -15,11 +15,11 @@ TOO_FEW, NO_VERDICT = "too few answers", "no verdict"
 
 @dataclass(kw_only=True)
 class ComparedRun:
-    """One run beside the run that it is compared with, and what the comparison proves."""
+    """One run, its reference, and the result of their comparison."""
 
     what: Measure
     pairs: Pairs
-    found: Difference
+    difference: Difference
     extremes: tuple[Difference | None, Difference | None] | None
     """The same with every missing answer as bad, and as good, as it can be: `Pairs.extremes`."""
     margin: float
@@ -35,7 +35,7 @@ class ComparedRun:
     p_holm: float | None = None
     """`p` after Holm's correction over all rows of the command; None where it is not known."""
     p_equal_holm: float | None = None
-    """`p_equal`, likewise."""
+    """`p_equal` after the same correction."""
 
     @property
     def label(self) -> str:
@@ -50,36 +50,36 @@ class ComparedRun:
     @property
     def value(self) -> float:
         """Mean difference, run minus other, in the metric's unit."""
-        return self.found.value
+        return self.difference.value
 
     @property
     def interval(self) -> tuple[float, float] | None:
         """95 % interval of it; None where nothing can be said."""
-        return self.found.interval[0]
+        return self.difference.interval[0]
 
     @property
     def p(self) -> float | None:
         """Two-sided p value of a difference no larger than `null`."""
-        return self.found.p_beyond(self.null)
+        return self.difference.p_beyond(self.null)
 
     @property
     def p_equal(self) -> float | None:
         """p value of the equivalence test, the largest that missing answers allow."""
-        each = [self.found, *(self.extremes or ())]
-        found = [None if one is None else one.p_within(self.margin) for one in each]
-        known = [p for p in found if p is not None]
-        return max(known) if len(known) == len(found) else None
+        each = [self.difference, *(self.extremes or ())]
+        p_values = [None if one is None else one.p_within(self.margin) for one in each]
+        known = [p for p in p_values if p is not None]
+        return max(known) if len(known) == len(p_values) else None
 
     @property
     def detectable(self) -> float | None:
         """Smallest true difference that the corrected test would have shown with 80 % probability."""
-        least = self.found.detectable(ALPHA / self.num_family)
+        least = self.difference.detectable(ALPHA / self.num_family)
         return None if least is None else least + self.null
 
     @property
     def needed(self) -> int | None:
         """Samples that would show a true difference of the margin's size with 80 % probability."""
-        return self.found.needed(self.margin, ALPHA / self.num_family)
+        return self.difference.needed(self.margin, ALPHA / self.num_family)
 
     @property
     def worst(self) -> float | None:
@@ -114,7 +114,7 @@ class ComparedRun:
         return "cannot tell"
 
     def _stands(self) -> bool:
-        """Whatever the missing answers were, the difference would have the sign it has, beyond the null."""
+        """True where the difference keeps its sign beyond the null for any values of the missing answers."""
         if self.extremes is None:
             return True
         end = self.extremes[0 if self.value > 0 else 1]

@@ -41,7 +41,9 @@ def is_cheaper(mine: Cost, theirs: Cost) -> bool:
         return False
     from scipy.stats import t  # slow to import
 
-    gaps = tuple(own - (1 - TIE) * other for own, other in zip(mine.shares.values, theirs.shares.values, strict=True))
+    gaps = tuple(
+        share - (1 - TIE) * other for share, other in zip(mine.shares.values, theirs.shares.values, strict=True)
+    )
     weighted = Strata(gaps, mine.shares.weights)
     if weighted.weighs_samples_alike:
         weighted = Strata((weighted.flat,), (1.0,))
@@ -59,14 +61,14 @@ def pair_p_values(panel: Panel) -> dict[tuple[str, str], float]:
     points = panel.points
     pairs = list(combinations(points, 2))
     draws = studentised.resamples_for(len(pairs) or 1, panel.resamples)
-    found: dict[tuple[str, str], float] = {}
+    p_values: dict[tuple[str, str], float] = {}
     graded: dict[tuple[str, str], Strata] = {}
     for first, second in pairs:
         both, key = panel.difference(first, second, draws), (first.key, second.key)
         if both.pairs is not None:
-            found[key] = 1.0 if both.p is None else both.p
+            p_values[key] = 1.0 if both.p is None else both.p
         elif both.few_differ or both.error is None or abs(both.value) <= both.error[0]:
-            found[key] = 1.0  # a difference of one standard error is none, and needs no resampling to see it
+            p_values[key] = 1.0  # a difference of one standard error is none, and needs no resampling to see it
         else:
             graded[key] = both.strata
     if graded:
@@ -75,8 +77,8 @@ def pair_p_values(panel: Panel) -> dict[tuple[str, str], float]:
         above, below = studentised.p_values(columns, resamples=draws, seed=panel.seed)
         flipped = sign_flips(columns, draws=draws, seed=panel.seed)
         both_tests = np.maximum(np.minimum(1.0, 2 * np.fmin(above, below)), flipped)
-        found |= dict(zip(graded, np.nan_to_num(both_tests, nan=1.0).tolist(), strict=True))
-    return found | {(b, a): p for (a, b), p in found.items()}
+        p_values |= dict(zip(graded, np.nan_to_num(both_tests, nan=1.0).tolist(), strict=True))
+    return p_values | {(b, a): p for (a, b), p in p_values.items()}
 
 
 @lru_cache(maxsize=256)

@@ -34,7 +34,7 @@ STEPS = (
     (1, 3),
     (1,),
 )
-FEW = 12  # points whose names fit beside one panel
+FEW = 12  # points whose names fit next to one panel
 Methods = Mapping[str, Sequence[Point]]
 End = tuple[str, Point, str]  # a name, the point that it belongs to, a colour
 
@@ -43,15 +43,15 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
     """Round numbers between two ends of a logarithmic axis."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for steps in STEPS:
-        found = [step * 10.0**power for power in powers for step in steps if low <= step * 10.0**power <= high]
-        if len(found) <= most:
+        candidates = [step * 10.0**power for power in powers for step in steps if low <= step * 10.0**power <= high]
+        if len(candidates) <= most:
             break
-    if len(found) < 2:  # a narrow axis
+    if len(candidates) < 2:  # a narrow axis
         from matplotlib.ticker import MaxNLocator
 
         values = MaxNLocator(most, steps=[1, 2, 5, 10]).tick_values(low, high)
-        found = [value for value in values if low <= value <= high]
-    return found[:: math.ceil(len(found) / most)]
+        candidates = [value for value in values if low <= value <= high]
+    return candidates[:: math.ceil(len(candidates) / most)]
 
 
 def short_label(label: str) -> str:
@@ -77,16 +77,16 @@ class Line:
 
 def lines_of(methods: Methods) -> list[Line]:
     """The lines through the points of some methods."""
-    found = []
+    lines = []
     for method, points in methods.items():
         series: dict[str, list[Point]] = {}
         for point in points:
             series.setdefault(point.series, []).append(point)
-        for place, (kind, own) in enumerate(series.items()):
+        for index, (kind, members) in enumerate(series.items()):
             words = [word.partition("=")[2] or word for word in kind.split()[1:]]
             name = " ".join([method, *words]) if len(series) > 1 else method
-            found.append(Line(name, method, STYLES[place % len(STYLES)], own))
-    return found
+            lines.append(Line(name, method, STYLES[index % len(STYLES)], members))
+    return lines
 
 
 class Drawing:
@@ -121,21 +121,21 @@ class Drawing:
 
     def parts(self) -> list[tuple[str, Methods]]:
         """The panels after the first, none where it names all: a title and methods, of which no two have one colour."""
-        found: list[tuple[str, Methods]] = []
+        parts: list[tuple[str, Methods]] = []
         if self.fits_one_panel:
-            return found
+            return parts
         for family in self.shapes:
             panels: list[dict[str, list[Point]]] = []
             for method, points in self.methods(family).items():
                 colour = method_style(method)[0]
                 free = (one for one in panels if colour not in {method_style(other)[0] for other in one})
-                place = next(free, None)
-                if place is None:
-                    panels.append(place := {})
-                place[method] = points
+                panel = next(free, None)
+                if panel is None:
+                    panels.append(panel := {})
+                panel[method] = points
             for index, members in enumerate(panels, 1):
-                found.append((family if len(panels) == 1 else f"{family} ({index} of {len(panels)})", members))
-        return found
+                parts.append((family if len(panels) == 1 else f"{family} ({index} of {len(panels)})", members))
+        return parts
 
     def at(self, point: Point) -> tuple[float, float]:
         """Cost and quality in shown units."""
@@ -157,7 +157,11 @@ class Drawing:
 
     def limits(self) -> tuple[float, float, float, float]:
         """Ends of both axes, in shown units, with room for every whisker."""
-        printed = [found for method in {point.method for point in self.points} for found in self.printed(method)]
+        printed = [
+            printed_point
+            for method in {point.method for point in self.points}
+            for printed_point in self.printed(method)
+        ]
         xs, ys = zip(*map(self.at, self.points), *printed, strict=True)
         ends = [*ys, *(end for point in self.points for end in self.whiskers(point)[1])]
         ends += [end * self.scale for end in self.panel.band or ()]

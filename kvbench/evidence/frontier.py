@@ -1,6 +1,6 @@
 """Quality against cost: one point per run, measured on the samples that all runs have, and means over groups.
 
-Groups may ask the same questions: under other seeds, protocols or lengths. So a mean over groups resamples questions,
+Groups may share questions: under other seeds, protocols or lengths. So a mean over groups resamples questions,
 not rows: all answers to one question stay together, and n is the number of distinct questions.
 """
 
@@ -77,7 +77,7 @@ class Point:
     """The drawn value: the paired difference to the full cache, or the share of its score that a measure may be; the
     score without one."""
     interval: Interval | None = None
-    """95 % interval of the quality; None where nothing can be said, and for the full cache beside itself."""
+    """95 % interval of the quality; None where it is unknown, and for the full cache against itself."""
     costs: dict[str, Cost]
     names: list[str] = field(default_factory=list)
     """Folders of the runs."""
@@ -105,9 +105,9 @@ class Panel:
     resamples: int = RESAMPLES
     seed: int = SEED
     unfit: str = ""
-    """Why the full cache's answers are no ground for a standing; empty where they are."""
+    """Reason why the full cache is unfit as a reference; empty where it is fit."""
     axes: Mapping[str, Measure] = field(default_factory=lambda: COSTS)
-    """What it can be drawn against."""
+    """Costs that it can be drawn against."""
     band: Interval | None = None
     """The range in which the full cache lands when it is run again with another batch size or backend."""
     notes: list[str] = field(default_factory=list)
@@ -121,7 +121,7 @@ class Panel:
 
     @cached_property
     def is_enough(self) -> bool:
-        """There are samples enough to say that one run is better than another."""
+        """True where there are enough samples to call one run better than another."""
         whole = all(np.isin(point.scores.flat, BINARY).all() for point in self.points)
         return self.num_samples >= FEWEST_SAMPLES and (whole or min(map(len, self.questions)) > 1)
 
@@ -142,10 +142,10 @@ class Panel:
             if full is None:
                 point.quality, point.interval = point.score, point.score_interval
             elif self.what.of is not None:
-                found = share(point.scores, full.scores, bounded=self.what.bounded, **how)
-                assert found is not None  # `build` refuses a full cache that scores nothing
-                ends = None if point is full else found.interval[0]
-                point.quality, point.interval = 1 + found.value, ends and (1 + ends[0], 1 + ends[1])
+                ratio = share(point.scores, full.scores, bounded=self.what.bounded, **how)
+                assert ratio is not None  # `build` refuses a full cache that scores nothing
+                ends = None if point is full else ratio.interval[0]
+                point.quality, point.interval = 1 + ratio.value, ends and (1 + ends[0], 1 + ends[1])
             elif point is not full:
                 both = self.difference(point, full)
                 point.quality, point.interval = both.value, both.interval[0]
@@ -159,15 +159,15 @@ def score_interval(scores: Strata, what: Measure) -> Interval | None:
 
 
 def question(group: Group, sample: SampleName) -> Question:
-    """The question, whatever the length, the protocol or the batch: the same name with the same right answers, since a
-    generated task asks something else under another seed."""
+    """Key of a question, independent of length, protocol and batch: its name and its right answers, since a generated
+    task has other questions under another seed."""
     record = next((run.samples[sample[1], 0] for run in group.runs if (sample[1], 0) in run.samples), None)
     gold = json.dumps(record.get("gold") or "") if record else ""
     return group.task, sample[0], f"{sample[1]} {gold}"
 
 
 def family(runs: Sequence[StoredRun]) -> str:
-    """Say what a method did in any of some runs: store fewer bits, keep fewer tokens, both or neither."""
+    """Family of a method by its runs: stores fewer bits, keeps fewer tokens, both or neither."""
     evicts = quantises = False
     for record in (record for run in runs for record in run.samples.values()):
         share = record["kept"].get("slot_ratio")
@@ -190,19 +190,19 @@ def costs_of(axis: Measure, runs: Sequence[StoredRun], samples: list[list[Sample
         for members in samples:
             rows = [[held.get(subset, {}).get(name, np.nan) for held in values] for subset, name in members]
             parts.append(np.array(rows))
-    found: list[Cost | None] = []
+    costs: list[Cost | None] = []
     with np.errstate(invalid="ignore", divide="ignore"):
         ratios = np.concatenate(above).sum(axis=0) / np.concatenate(below).sum(axis=0)
         each = np.concatenate(above) / np.concatenate(below)
         scale = np.concatenate(below).mean(axis=0)
     for index, value in enumerate(ratios):
         both = zip(above, below, strict=True)
-        own = [value + (a[:, index] - value * b[:, index]) / scale[index] for a, b in both]
-        shares = None if axis.name in NO_EVIDENCE else weighed(own, "sample")
+        linear = [value + (a[:, index] - value * b[:, index]) / scale[index] for a, b in both]
+        shares = None if axis.name in NO_EVIDENCE else weighed(linear, "sample")
         known = np.isfinite(value) and value > LEAST_COST
         within = float(each[:, index].min()), float(each[:, index].max())
-        found.append(Cost(value=float(value), shares=shares, within=within) if known else None)
-    return found
+        costs.append(Cost(value=float(value), shares=shares, within=within) if known else None)
+    return costs
 
 
 def _drawable(group: Group, what: Measure, incomplete: bool, notes: list[str]) -> dict[str, Curve]:
@@ -337,17 +337,17 @@ def averages(panels: Sequence[Panel]) -> list[Panel]:
     if len(kins) > 1:
         for panel in panels:
             panel.notes.append("no mean over groups of different models or versions of the code is taken")
-    found = []
+    result = []
     for kin, members in kins.items():
         if len(members) > 1 and len({(panel.what.scale, panel.what.higher_is_better) for panel in members}) == 1:
             title = f"mean over {len(members)} groups with {kin.partition(',')[0]}"
-            found.append(_average(title, members))
-    return [panel for panel in found if len(panel.points) > 1]
+            result.append(_average(title, members))
+    return [panel for panel in result if len(panel.points) > 1]
 
 
 def _average(title: str, panels: Sequence[Panel]) -> Panel:
-    found = {point.key: [other for panel in panels if (other := panel.find(point.key))] for point in panels[0].points}
-    in_all = {key: points for key, points in found.items() if len(points) == len(panels)}
+    by_key = {point.key: [other for panel in panels if (other := panel.find(point.key))] for point in panels[0].points}
+    in_all = {key: points for key, points in by_key.items() if len(points) == len(panels)}
     same = len({panel.reference for panel in panels}) == 1
     questions, first = [panel.questions for panel in panels], panels[0]
     result = replace(
@@ -373,27 +373,27 @@ def _average(title: str, panels: Sequence[Panel]) -> Panel:
 
 def distinct(groups: Sequence[Questions]) -> Questions:
     """The distinct questions of some groups, in subsets of task and subset name."""
-    found: dict[tuple[str, str], set[Question]] = {}
+    by_subset: dict[tuple[str, str], set[Question]] = {}
     for item in (item for group in groups for members in group for item in members):
-        found.setdefault(item[:2], set()).add(item)
-    return [sorted(found[name]) for name in sorted(found)]
+        by_subset.setdefault(item[:2], set()).add(item)
+    return [sorted(by_subset[name]) for name in sorted(by_subset)]
 
 
-def together(questions: Sequence[Questions], values: Sequence[Strata]) -> Strata:
+def pool_strata(questions: Sequence[Questions], values: Sequence[Strata]) -> Strata:
     """The part that each distinct question adds to the mean of some groups' weighted means, in subsets as those of
     `distinct`; a question that is not in every group adds what it has. The values are those of each group's questions.
     """
-    joined = distinct(questions)
-    place = {question: (index, row) for index, members in enumerate(joined) for row, question in enumerate(members)}
-    sums = [np.zeros(len(members)) for members in joined]
-    weights = np.zeros(len(joined))
+    merged = distinct(questions)
+    position = {question: (index, row) for index, members in enumerate(merged) for row, question in enumerate(members)}
+    sums = [np.zeros(len(members)) for members in merged]
+    weights = np.zeros(len(merged))
     for group, strata in zip(questions, values, strict=True):
-        for members, own, weight in zip(group, strata.values, strata.weights, strict=True):
-            index, share = place[members[0]][0], weight / len(questions)
-            rows = [place[question][1] for question in members]
+        for members, scores, weight in zip(group, strata.values, strata.weights, strict=True):
+            index, share = position[members[0]][0], weight / len(questions)
+            rows = [position[question][1] for question in members]
             weights[index] += share
-            sums[index] += share * own.mean()
-            sums[index][rows] += share * (len(joined[index]) / len(own)) * (own - own.mean())
+            sums[index] += share * scores.mean()
+            sums[index][rows] += share * (len(merged[index]) / len(scores)) * (scores - scores.mean())
     # Rounded, so that four equal answers of yes are a yes.
     return Strata(tuple(np.round(s / w, 12) for s, w in zip(sums, weights, strict=True)), tuple(weights.tolist()))
 
@@ -405,10 +405,10 @@ def _mean_point(parts: Sequence[Point], questions: Sequence[Questions], what: Me
         if len(held) < len(parts):
             continue
         known = [cost.shares for cost in held if cost.shares is not None]
-        shares = together(questions, known) if len(known) == len(held) else None
+        shares = pool_strata(questions, known) if len(known) == len(held) else None
         low, high = (float(np.mean(ends)) for ends in zip(*(cost.within for cost in held), strict=True))
         costs[name] = Cost(value=float(np.mean([cost.value for cost in held])), shares=shares, within=(low, high))
-    scores = together(questions, [part.scores for part in parts])
+    scores = pool_strata(questions, [part.scores for part in parts])
     return replace(
         parts[0],
         scores=scores,

@@ -74,7 +74,7 @@ def _family(axes: "Axes", drawing: Drawing, title: str, methods: Methods, height
 
 
 def panels_words(drawing: Drawing) -> list[str]:
-    """The lines at the foot of the picture: what a reader must know to read it."""
+    """Lines at the foot of the picture: the legend and caveats needed to read it."""
     panel, full, words = drawing.panel, drawing.reference, []
     if full is not None:
         text = f"Black line: full cache, {panel.what.title} {full.score * drawing.scale:.3g}"
@@ -120,8 +120,8 @@ def panels_figure(drawing: Drawing) -> "Figure":
     height = 0.95 + foot + 2.35 * rows
     best = [short_label(p.label) for p in drawing.points if drawing.standing.get(p.key) in (BEST, NEAR)]
     shown = [line.name for line in lines_of(drawing.methods())] + ([] if drawing.fits_one_panel else best)
-    beside = (NAMES_LEFT - 1) * (PANEL_IN if columns > 1 else 2 * PANEL_IN + NAMES_IN + BETWEEN_IN)
-    names = max([NAMES_IN, *(width_in(name, SIZE) + beside + RIGHT_IN for name in shown)])
+    other_width = (NAMES_LEFT - 1) * (PANEL_IN if columns > 1 else 2 * PANEL_IN + NAMES_IN + BETWEEN_IN)
+    names = max([NAMES_IN, *(width_in(name, SIZE) + other_width + RIGHT_IN for name in shown)])
     width = WIDTH_IN + columns * (names - NAMES_IN)  # wider where a name would lie beyond the edge
     made = Figure(figsize=(width, height))
     places = made.subplots(rows, columns, squeeze=False).ravel()

@@ -20,7 +20,7 @@ OF_TASK = ("task", "python")  # entries of a run's code, up to a colon, that say
 
 @dataclass(kw_only=True)
 class StoredRun:
-    """One run as it lies in the results folder."""
+    """One stored run with its samples."""
 
     name: str
     """Folder, relative to the results folder."""
@@ -28,9 +28,9 @@ class StoredRun:
     samples: dict[Key, SampleRecord]
     """Whole journal records, of any status."""
     total: int | None
-    """Answers the run consists of; None when the run was killed and no other run of its group tells."""
+    """Answers the run consists of; None when the run was killed and no other run of its group has the number."""
     label: str = ""
-    """Method and the settings that tell it from the other runs of its group."""
+    """Method and the settings that distinguish it from the other runs of its group."""
     apart: str = ""
     """Its model, in a group of several; else empty."""
 
@@ -41,17 +41,17 @@ class StoredRun:
 
     @property
     def complete(self) -> bool:
-        """Every answer is there."""
+        """True where every answer is there."""
         return self.record.status == "complete"
 
     @property
     def has_scores(self) -> bool:
-        """`run.json` has a score, as it does when a run ends or is stopped."""
+        """True where `run.json` has a score, which it gets when a run ends or is stopped."""
         return any(metric.value is not None for metric in self.record.metrics.values())
 
     @property
     def settings(self) -> dict:
-        """Everything a filter may ask for, by its short name."""
+        """Filterable settings by their short names."""
         identity = self.record.identity
         flat = {**identity.get("task", {}).get("protocol", {}), **identity.get("method", {})}
         return {**flat, "seed": self.record.seed} | {name: identity.get(name) for name in CONDITIONS}
@@ -63,7 +63,7 @@ class StoredRun:
 
     @property
     def method_key(self) -> str:
-        """Method and its settings, which find the same thing in another group."""
+        """Method and its settings, the key of the run across groups."""
         settings = json.dumps([self.record.identity.get(part) for part in ("method", "store")], sort_keys=True)
         return f"{self.apart} {self.method} {settings}" if self.apart else f"{self.method} {settings}"
 
@@ -79,9 +79,9 @@ class StoredRun:
         is no number.
         """
         code = self.record.identity.get("code", {})
-        own = ("harness", "method", *OF_TASK)
-        shared = {name: found for name, found in code.items() if name.partition(":")[0] not in own}
-        libraries = " ".join(f"{name} {found}" for name, found in shared.items())
+        not_shared = ("harness", "method", *OF_TASK)
+        shared = {name: version for name, version in code.items() if name.partition(":")[0] not in not_shared}
+        libraries = " ".join(f"{name} {version}" for name, version in shared.items())
         return f"{code.get('harness', '')[:8]}-{hashlib.sha256(libraries.encode()).hexdigest()[:4]} {libraries}"
 
     @property
@@ -91,7 +91,7 @@ class StoredRun:
 
     @property
     def progress(self) -> str:
-        """Number of the answers that are there, in words: `12 of 24 answers`."""
+        """Progress in words: `12 of 24 answers`."""
         return f"{len(self.samples)} of {'an unknown number of' if self.total is None else self.total} answers"
 
 
@@ -102,7 +102,7 @@ class Group:
     task: str
     model: str
     title: str
-    """Task and model, and what tells this group from another of the same two."""
+    """Task and model, and the settings that distinguish this group from another of the same two."""
     runs: list[StoredRun] = field(default_factory=list)
     """At least one run, each with a finished sample, by method; complete or not."""
     notes: list[str] = field(default_factory=list)
@@ -110,26 +110,26 @@ class Group:
     largest: str = ""
     """The model with the most bytes of weights, in a group of several; else empty."""
     axes: Mapping[str, Measure] = field(default_factory=lambda: COSTS)
-    """What its quality can be drawn against."""
+    """Costs that its quality can be drawn against."""
 
     @property
     def reference(self) -> StoredRun | None:
-        """The full-cache run, in the store that the reference of a run has, that lacks the fewest answers; of several
-        the FP16 one, under the conditions most of the others ran in. None without one."""
+        """The full-cache run with the store options of a reference that lacks the fewest answers; of several the FP16
+        one, under the most common conditions of the other runs. None without one."""
         usual = Counter(run.conditions for run in self.runs if run.method != FULL).most_common()
         order = [conditions for conditions, _ in usual]
 
         def rank(run: StoredRun) -> tuple:
-            place = order.index(run.conditions) if run.conditions in order else len(order)
+            position = order.index(run.conditions) if run.conditions in order else len(order)
             is_fp16, store = str(run.settings.get("tier")) == "fp16", run.record.identity.get("store") or {}
             is_usual = all(store.get(name, value) == value for name, value in FULL_STORE.items())
             is_whole = run.apart != self.largest, not run.complete, not is_usual, -len(run.answered)
-            return *is_whole, not is_fp16, place, run.name
+            return *is_whole, not is_fp16, position, run.name
 
         return min((run for run in self.runs if run.method == FULL), key=rank, default=None)
 
     def unfit(self, what: Measure) -> str:
-        """Say why no run can be judged by a score of the full cache (`kvbench.show.unfit`); empty where it can."""
+        """Reason why no run can be judged by a score of the full cache (`kvbench.show.unfit`); empty where it can."""
         return unfit(self.reference.samples.values(), what) if self.reference else ""
 
     @property

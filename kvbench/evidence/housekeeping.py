@@ -43,21 +43,21 @@ class Entry:
 
     @property
     def state(self) -> str:
-        """`running`, `done`, `failed`, or `unfinished`: stopped or killed, with nobody at work on it."""
+        """`running`, `done`, `failed`, or `unfinished`: stopped or killed, with no process at work on it."""
         if is_held(self.folder) or shards.at_work(self.folder):
             return "running"
         return {"complete": "done", "failed": "failed"}.get(self.record.status, "unfinished")
 
     @property
     def label(self) -> str:
-        """The method and the settings that differ from its own."""
+        """Method, and settings that differ from its configuration."""
         method = self.record.method
         changed = changed_settings(method, self.record.identity.get("method") or {})
         return safe(" ".join([method, *(f"{key}={value}" for key, value in changed.items())]), NAME_LENGTH)
 
     @property
     def tags(self) -> list[str]:
-        """The words that the user has given it."""
+        """Tags set by the user."""
         with suppress(OSError, UnicodeDecodeError):
             return [safe(line, NAME_LENGTH) for line in (self.folder / TAGS).read_text(encoding="utf-8").split()]
         return []
@@ -65,11 +65,11 @@ class Entry:
     @property
     def size_bytes(self) -> int:
         """Bytes of its files."""
-        found = 0
+        total = 0
         for path in self.folder.rglob("*"):
             with suppress(OSError):
-                found += path.lstat().st_size
-        return found
+                total += path.lstat().st_size
+        return total
 
     def is_meant(self, pattern: str) -> bool:
         """True where a pattern is that of its folder, of its method, the first digits of its hash, or one of its
@@ -80,15 +80,15 @@ class Entry:
 
 def entries(root: Path, wanted: Sequence[str] | None) -> list[Entry]:
     """The runs that patterns name, or all of them, the newest first."""
-    found = [
+    candidates = [
         Entry(folder=folder, name=folder.relative_to(root).as_posix(), record=record)
         for folder, record in find_runs(root, {})
     ]
-    chosen = [one for one in found if wanted is None or any(map(one.is_meant, wanted))]
+    chosen = [one for one in candidates if wanted is None or any(map(one.is_meant, wanted))]
     return sorted(chosen, key=lambda one: one.record.started, reverse=True)
 
 
-def show(found: Sequence[Entry], most: int | None, console: Console) -> None:
+def show(chosen: Sequence[Entry], most: int | None, console: Console) -> None:
     """Print the list, at most so many rows of it."""
     table = terminal.plain_table(None)
     for heading in ("run", "task", "model"):
@@ -96,7 +96,7 @@ def show(found: Sequence[Entry], most: int | None, console: Console) -> None:
     table.add_column("method", overflow="fold", min_width=16)
     for heading in ("begun", "size", "state"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for one in found[:most]:
+    for one in chosen[:most]:
         record, tags = one.record, one.tags
         table.add_row(
             record.hash[:HASH_DIGITS],
@@ -108,60 +108,60 @@ def show(found: Sequence[Entry], most: int | None, console: Console) -> None:
             one.state,
         )
     console.print(table)
-    if most is not None and len(found) > most:
-        console.print(Text(f"and {len(found) - most} more; rows=null shows all", style="dim"))
+    if most is not None and len(chosen) > most:
+        console.print(Text(f"and {len(chosen) - most} more; rows=null shows all", style="dim"))
 
 
-def tag(found: Sequence[Entry], word: str) -> str:
-    """Give runs a tag; says how many have it."""
+def tag(chosen: Sequence[Entry], word: str) -> str:
+    """Tag runs; returns a line with their number."""
     TextRule().check("tag", word)
     if len(word.split()) != 1:
         raise ValueError(f"tag={word!r} must be one word")
-    for one in found:
+    for one in chosen:
         write_atomic(one.folder / TAGS, "".join(f"{each}\n" for each in dict.fromkeys([*one.tags, word])).encode())
-    return f"{len(found)} runs have the tag {word}"
+    return f"{len(chosen)} runs have the tag {word}"
 
 
-def delete(found: Sequence[Entry], sure: bool) -> str:
-    """Delete runs for good; says which. More than one needs `sure`.
+def delete(chosen: Sequence[Entry], sure: bool) -> str:
+    """Delete runs for good; returns a line that names them. More than one needs `sure`.
 
     Raises:
         ValueError: A process is at work on one, or there are several and the user is not sure.
     """
-    _refuse_held(found)
-    if len(found) > 1 and not sure:
-        raise ValueError(f"delete= names {len(found)} runs; add sure=true to delete them for good: {_named(found)}")
-    for one in found:
+    _refuse_held(chosen)
+    if len(chosen) > 1 and not sure:
+        raise ValueError(f"delete= names {len(chosen)} runs; add sure=true to delete them for good: {_named(chosen)}")
+    for one in chosen:
         shutil.rmtree(one.folder)
         _drop_empty(one.folder)
-    return f"deleted {_named(found)}"
+    return f"deleted {_named(chosen)}"
 
 
-def move(found: Sequence[Entry], target: Path) -> str:
-    """Move runs to another folder of results; says where.
+def move(chosen: Sequence[Entry], target: Path) -> str:
+    """Move runs to another folder of results; returns a line that names it.
 
     Raises:
         ValueError: A process is at work on one, or it is there already.
     """
-    _refuse_held(found)
-    if there := [one for one in found if (target / one.name).exists()]:
+    _refuse_held(chosen)
+    if there := [one for one in chosen if (target / one.name).exists()]:
         raise ValueError(f"move={target} has {_named(there)} already")
-    for one in found:
-        place = target / one.name
-        place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.move(one.folder, place)
+    for one in chosen:
+        destination = target / one.name
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(one.folder, destination)
         _drop_empty(one.folder)
-    return f"moved {_named(found)} to {target}"
+    return f"moved {_named(chosen)} to {target}"
 
 
-def _refuse_held(found: Sequence[Entry]) -> None:
-    if held := [one for one in found if one.state == "running"]:
+def _refuse_held(chosen: Sequence[Entry]) -> None:
+    if held := [one for one in chosen if one.state == "running"]:
         raise ValueError(f"{_named(held)}: a process is at work there; stop it first")
 
 
-def _named(found: Sequence[Entry]) -> str:
-    more = f" and {len(found) - 5} more" if len(found) > 5 else ""
-    return ", ".join(one.name for one in found[:5]) + more
+def _named(chosen: Sequence[Entry]) -> str:
+    more = f" and {len(chosen) - 5} more" if len(chosen) > 5 else ""
+    return ", ".join(one.name for one in chosen[:5]) + more
 
 
 def _drop_empty(folder: Path) -> None:

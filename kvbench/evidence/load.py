@@ -1,5 +1,5 @@
-"""Stored runs with their samples, sorted into groups that may be compared: same model, same questions, same code. What
-fits no group is named, never mixed in.
+"""Stored runs with their samples, sorted into groups that may be compared: same model, same questions, same code. A
+run that fits no group is named, never mixed in.
 """
 
 import fnmatch
@@ -75,14 +75,14 @@ def find_runs(
     for path in sorted(root.glob(RUNS)):
         name = path.parent.relative_to(root).as_posix()
         wanted = zip(name.split("/"), filters, strict=False)
-        if not all(lets_through(own, part) for part, own in wanted):
+        if not all(lets_through(pattern, part) for part, pattern in wanted):
             continue
         try:
             record = RunRecord.load(path.parent)
         except (ValueError, OSError) as error:
             left_out[name] = str(error)
             continue
-        if record is not None:  # else somebody removes the folder right now
+        if record is not None:  # else another process removes the folder right now
             yield path.parent, record
 
 
@@ -91,7 +91,7 @@ def load_groups(cfg: DictConfig, also: Sequence[str] = ()) -> list[Group]:
 
     Args:
         cfg: `results_dir`; `tasks`, `models`, `methods`, `where` and `code`, as in conf/command/compare.yaml.
-        also: Methods that the filters on method and settings let through in any case, beside the full cache.
+        also: Methods that pass the filters on method and settings in any case, as the full cache does.
 
     Raises:
         ValueError: The folder does not exist, or nothing in it fits the filters.
@@ -153,7 +153,7 @@ def load_groups(cfg: DictConfig, also: Sequence[str] = ()) -> list[Group]:
 
 
 def _claimed(group: Group) -> list[str]:
-    """Say which claims of the runs on their metrics are taken as they stand."""
+    """Notes on claims of the runs on their metrics that are not checked."""
     claims = [{name: metric.higher_is_better for name, metric in run.record.metrics.items()} for run in group.runs]
     return list(dict.fromkeys(filter(None, (unchecked(group.task, one) for one in claims))))
 
@@ -175,7 +175,7 @@ def _nothing(cfg: DictConfig, root: Path, unreadable: Sequence[str]) -> str:
 
 
 def _question(run: StoredRun) -> str:
-    """Everything that two runs must share to be comparable, as text that can be sorted."""
+    """Sortable key that two runs must share to be comparable."""
     identity = run.record.identity
     task = {key: value for key, value in identity.get("task", {}).items() if key != "limit"}
     # Not the store: how large pages are changes no answer, and a byte budget is lifted for the full cache.
@@ -184,7 +184,7 @@ def _question(run: StoredRun) -> str:
 
 
 def _grader(run: StoredRun) -> dict[str, str]:
-    """The entries of a run's code that say how its answers are posed and scored."""
+    """Entries of a run's code hashes for prompts and scoring."""
     code = run.record.identity.get("code", {})
     return {key: value for key, value in code.items() if key.partition(":")[0] in OF_TASK}
 
@@ -213,7 +213,7 @@ def _sort(runs: Sequence[StoredRun], code: str) -> tuple[list[Group], list[str]]
 
 
 def _usable(members: Sequence[StoredRun], notes: list[str]) -> list[StoredRun]:
-    """The runs whose samples count; says why the others do not. No other run may hide behind one that has none."""
+    """Runs whose samples count; notes the reasons of the others, so that none hides an older run."""
     for run in members:
         if run.record.status == "failed":
             notes.append(f"{run.name} FAILED and is left out: {run.record.message}")
@@ -224,7 +224,7 @@ def _usable(members: Sequence[StoredRun], notes: list[str]) -> list[StoredRun]:
 
 def _agreed(members: Sequence[StoredRun], notes: list[str]) -> list[StoredRun]:
     """The runs whose records claim of their metrics what most of those of the same question do: a task has one
-    direction of each, one primary metric and one weighting. Says what the others claim."""
+    direction of each, one primary metric and one weighting. Notes the claims of the others."""
 
     def claims(run: StoredRun) -> str:
         metrics = run.record.metrics.items()
@@ -244,9 +244,9 @@ def _one_version(members: Sequence[StoredRun], code: str, notes: list[str]) -> l
     versions: dict[str, list[StoredRun]] = {}
     for run in members:
         versions.setdefault(run.version, []).append(run)
-    asked = [name for name in versions if code == "newest" or name.startswith(code)]
+    matching = [name for name in versions if code == "newest" or name.startswith(code)]
     # Scores first: a version whose runs have none yet, or ran out of memory in every answer, hides no other.
-    newest = {name: max((run.has_scores, run.record.started) for run in versions[name]) for name in asked}
+    newest = {name: max((run.has_scores, run.record.started) for run in versions[name]) for name in matching}
     chosen = max(newest, key=newest.__getitem__, default="")
     for name, others in sorted(versions.items()):
         if name != chosen:
@@ -259,7 +259,8 @@ def _one_version(members: Sequence[StoredRun], code: str, notes: list[str]) -> l
 
 
 def _latest(members: Sequence[StoredRun], notes: list[str]) -> list[StoredRun]:
-    """The newest run of each method, setting and condition; says which are incomplete, or have lost answers since."""
+    """The newest run of each method, setting and condition; notes those that are incomplete, or have lost answers
+    since."""
     total = max((run.total for run in members if run.complete and run.total), default=None)
     kept: dict[str, StoredRun] = {}
     for run in members:
@@ -278,16 +279,16 @@ def _latest(members: Sequence[StoredRun], notes: list[str]) -> list[StoredRun]:
 
 
 def _newer(old: StoredRun, new: StoredRun) -> str:
-    """Say what parts a run from an older one of the same method, setting and condition."""
-    found = list(differences(old.record.identity, new.record.identity))
-    others = "; ".join(f"{name} was {was} and is {now}" for name, was, now in found if not name.startswith("code."))
+    """Note on the differences of a run to an older one of the same method, setting and condition."""
+    differing = list(differences(old.record.identity, new.record.identity))
+    others = "; ".join(f"{name} was {was} and is {now}" for name, was, now in differing if not name.startswith("code."))
     if others:
         return f"ran later with the same settings of the method ({safe(others, LINE_LENGTH)})"
     return "has the same settings and newer code of the method, or of the libraries that the method alone imports"
 
 
 def _tell_apart(groups: Sequence[Group]) -> None:
-    """Add to the titles what differs between groups of the same task and model."""
+    """Add the differing settings to the titles of groups of the same task and model."""
     for group in groups:
         twins = [other for other in groups if (other.task, other.model) == (group.task, group.model)]
         if len(twins) == 1:
@@ -309,7 +310,7 @@ def _tell_apart(groups: Sequence[Group]) -> None:
 
 
 def _name(group: Group) -> None:
-    """Give every run a label: its method, and what tells it from the group's other runs of that method."""
+    """Label every run with its method and the settings that distinguish it from the group's other runs of it."""
     usual = Counter(run.conditions for run in group.runs).most_common(1)[0][0]
     for run in group.runs:
         mine, same = run.record.identity, [o.record.identity for o in group.runs if o.method == run.method]

@@ -39,7 +39,7 @@ def _measures(group: Group, cfg: DictConfig) -> list[Measure]:
     if name.removesuffix(SHARE_MARK) in CATEGORIES:
         raise ValueError(f"metric={name} is one category already; take metric=score{SHARE_MARK} with by={cfg.by}")
     whole = measure(name, group, shares=True)
-    own = whole.of or whole
+    base = whole.of or whole
     there = {record["subset"] for run in group.runs for record in run.samples.values()}
     known = BENCHMARKS.get(group.task, {})
     if cfg.by == "category":
@@ -50,7 +50,7 @@ def _measures(group: Group, cfg: DictConfig) -> list[Measure]:
         titles = {subset: title for part in known.values() for subset, title in part.items()}
         order = list(titles) if {*map(plain_subset, there)} <= set(titles) else sorted({*map(plain_subset, there)})
         parts = [(name, titles.get(name, name), {name: ""}) for name in order if name in {*map(plain_subset, there)}]
-    each = [of_subsets(own, name, title, subsets) for name, title, subsets in parts]
+    each = [of_subsets(base, name, title, subsets) for name, title, subsets in parts]
     return [of_full(what) if whole.of else what for what in each]
 
 
@@ -67,7 +67,7 @@ def figure(title: str, panels: Sequence[Panel], axis: str) -> "Figure":
     made.subplots_adjust(**inner, wspace=0.3, hspace=0.45)
     styles = _styles(panels, axis)
     first = next((panel for panel in panels if panel.what.of), panels[0])
-    for place, (axes, panel) in enumerate(zip(places, panels, strict=False)):
+    for index, (axes, panel) in enumerate(zip(places, panels, strict=False)):
         drawing = Drawing(panel, axis)
         frame(axes, drawing, most_ticks=4)
         lines = [replace(line, style=styles[line.method]) for line in lines_of(drawing.methods())]
@@ -75,7 +75,7 @@ def figure(title: str, panels: Sequence[Panel], axis: str) -> "Figure":
         # Where the full cache scores nothing there is no share of it.
         unit = "" if panel.what.unit == first.what.unit else f", {panel.what.unit}"
         axes.set_title(f"{panel.what.short}, n = {panel.num_samples}{unit}", fontsize=SIZE, loc="left", pad=3)
-        if place % columns == 0:
+        if index % columns == 0:
             axes.set_ylabel(panel.what.unit)
     for axes in places[len(panels) :]:
         axes.set_visible(False)
@@ -92,8 +92,8 @@ def figure(title: str, panels: Sequence[Panel], axis: str) -> "Figure":
         handles.append(Line2D([], [], label=method, **look))
     where: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0.01, 0.3 / height), "ncols": 7, "frameon": False}
     made.legend(handles=handles, fontsize=SIZE - 0.5, handlelength=1.6, columnspacing=1.1, **where)
-    beside = "difference to the full cache, " if Drawing(first, axis).is_difference else ""
-    words = f"Up: {first.what.title.partition(' of ')[0]}, {beside}{first.what.unit}; "
+    reference_text = "difference to the full cache, " if Drawing(first, axis).is_difference else ""
+    words = f"Up: {first.what.title.partition(' of ')[0]}, {reference_text}{first.what.unit}; "
     words += f"across: {first.axes[axis].title}, {first.axes[axis].unit}. Black: the full cache. "
     words += f"Whiskers: 95 % intervals.\nHollow: a cheaper run is better (p < {ALPHA:.2g}, Holm in each picture). "
     words += "Ringed, wide grey: the best estimates, by no test."
@@ -106,13 +106,13 @@ def figure(title: str, panels: Sequence[Panel], axis: str) -> "Figure":
 
 def _styles(panels: Sequence[Panel], axis: str) -> dict[str, str]:
     """The line of each method: another one where methods share a colour."""
-    found: dict[str, str] = {}
+    styles: dict[str, str] = {}
     used: Counter[str] = Counter()
     for method in dict.fromkeys(method for panel in panels for method in Drawing(panel, axis).methods()):
         colour = method_style(method)[0]
-        found[method] = STYLES[used[colour] % len(STYLES)]
+        styles[method] = STYLES[used[colour] % len(STYLES)]
         used[colour] += 1
-    return found
+    return styles
 
 
 def render(title: str, panels: Sequence[Panel], axis: str, kind: str) -> bytes | None:

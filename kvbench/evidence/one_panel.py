@@ -92,7 +92,7 @@ def one_figure(drawing: Drawing, look: Look) -> "Figure":
     if outside > -EDGE_IN:
         left += outside + EDGE_IN
         axes.set_position((left / width, where[1], 1 - (left + 0.08) / width, where[3]))
-    _place_names(axes, drawing, ends, look)
+    _draw_names(axes, drawing, ends, look)
     return figure
 
 
@@ -140,12 +140,12 @@ def _legend(drawing: Drawing) -> "list[Line2D]":
     return handles
 
 
-def _place_names(axes: "Axes", drawing: Drawing, ends: list[End], look: Look) -> None:
-    """Write the names beside their points, none over another."""
+def _draw_names(axes: "Axes", drawing: Drawing, ends: list[End], look: Look) -> None:
+    """Write the names next to their points without overlaps."""
     from adjustText import adjust_text
     from matplotlib.patheffects import withStroke
 
-    getLogger("adjustText").setLevel(ERROR)  # it warns of names that are wider than the panel, which nobody can mend
+    getLogger("adjustText").setLevel(ERROR)  # it warns of names that are wider than the panel, which cannot be helped
     halo = [withStroke(linewidth=1.8, foreground="white")]
     places = [drawing.at(point) for _, point, _ in ends]
     pixels, line = axes.transData.transform(places), LINE_HEIGHT * look.size / 72 * axes.figure.dpi
@@ -162,12 +162,12 @@ def _place_names(axes: "Axes", drawing: Drawing, ends: list[End], look: Look) ->
         adjust_text(texts, x=xs, y=ys, ax=axes, iter_lim=TURNS, expand=(1.2, 1.35), force_text=force)
         if not _overlap([text.get_window_extent() for text in texts]):
             break
-    for text, place, pixel in zip(texts, places, pixels, strict=True):
+    for text, anchor, pixel in zip(texts, places, pixels, strict=True):
         box = text.get_window_extent()
         nearest = np.clip(pixel, (box.x0, box.y0), (box.x1, box.y1))
         if np.hypot(*(nearest - pixel)) > line / 2:
             end = axes.transData.inverted().transform(nearest)
-            axes.plot(*zip(place, end, strict=True), color=INK, linewidth=0.4, alpha=0.7, zorder=2.5)
+            axes.plot(*zip(anchor, end, strict=True), color=INK, linewidth=0.4, alpha=0.7, zorder=2.5)
 
 
 def _overlap(boxes: "Sequence[Bbox]") -> bool:

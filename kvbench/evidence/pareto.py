@@ -16,7 +16,7 @@ from kvbench.evidence.load import Group, patterns, sentences
 from kvbench.evidence.one_panel import WHISKERS, Look
 from kvbench.evidence.settings import POSITIVE
 from kvbench.evidence.settings import check as check_settings
-from kvbench.evidence.view import Figure, Found, Grid, Part, View, frame_of, notes
+from kvbench.evidence.view import Figure, Grid, Part, View, ViewResult, frame_of, notes
 from kvbench.results.measures import COSTS, SCORE
 from kvbench.show.csv_file import Cell, csv_row
 from kvbench.show.terminal import NO_INTERVAL, number, span, three_digits
@@ -38,35 +38,35 @@ def check(cfg: DictConfig) -> None:
 
 def look_of(cfg: DictConfig) -> Look:
     """Appearance of the pictures, from `figure` and `labels`; raises ValueError for a value out of range."""
-    given = dict(cfg.get("figure") or {})
+    settings = dict(cfg.get("figure") or {})
     for name in ("width", "size"):
-        if given.get(name) is not None and not POSITIVE.fits(given[name]):
-            raise ValueError(f"figure.{name}={given[name]} is not a number above 0")
+        if settings.get(name) is not None and not POSITIVE.fits(settings[name]):
+            raise ValueError(f"figure.{name}={settings[name]} is not a number above 0")
     labels = {str(key): str(value) for key, value in (cfg.get("labels") or {}).items()}
-    return Look(**given, labels=labels)
+    return Look(**settings, labels=labels)
 
 
 def panels_of(groups: Sequence[Group], cfg: DictConfig) -> list[Panel]:
     """One panel for each group with something to draw, and the averages over several; raises ValueError without any."""
-    found = []
+    panels = []
     for group in groups:
         if (panel := build(group, cfg)) is not None:
             if cfg.published:
                 add_published(group, panel)
-            found.append(panel)
-    if not found:
+            panels.append(panel)
+    if not panels:
         reasons = [note for group in groups for note in group.notes]
         raise ValueError(f"nothing can be drawn. {sentences(reasons)}")
-    return [*found, *averages(found)]
+    return [*panels, *averages(panels)]
 
 
 def axes_of(panel: Panel, cfg: DictConfig) -> list[str]:
-    """The axes that are asked for, of those that a panel has; all of its own where it has none of these."""
+    """The requested axes that a panel has; all of its axes where it has none of these."""
     return [axis for axis in patterns(cfg.axes) or () if axis in panel.axes] or list(panel.axes)
 
 
 def add_published(group: Group, panel: Panel) -> None:
-    """Put what papers printed for the group's task and methods into its panel, and say so."""
+    """Add the printed numbers of papers for the group's task and methods to its panel, with a note."""
     methods = sorted({point.method for point in panel.points})
     is_whole = panel.what.part == SCORE.part and panel.what.of is None and not panel.what.subsets
     panel.published = []
@@ -80,7 +80,7 @@ def add_published(group: Group, panel: Panel) -> None:
 
 
 def texts(panel: Panel, axis: str) -> list[Part]:
-    """The points of one panel as a table, the cheapest first, and what must be known."""
+    """The points of one panel as a table, the cheapest first, and notes."""
     shown = sorted((p for p in panel.points if axis in p.costs), key=lambda p: p.costs[axis].value)
     places, cost = standing(panel, axis), panel.axes[axis]
 
@@ -132,7 +132,7 @@ def records(panels: Sequence[Panel]) -> Iterator[dict[str, Cell]]:
             yield record
 
 
-def compute(groups: Sequence[Group], cfg: DictConfig) -> Found:
+def compute(groups: Sequence[Group], cfg: DictConfig) -> ViewResult:
     """The panels of all groups and averages, and the small ones of `by`; raises ValueError as `panels_of`."""
     panels = panels_of(groups, cfg)
     parts, figures = list[Part](), list[Figure]()
@@ -149,7 +149,7 @@ def compute(groups: Sequence[Group], cfg: DictConfig) -> Found:
     words = [f"[a, b]: 95 % interval, {ESTIMATORS}", *(f"{name}: {text}" for name, text in MEANING.items())]
     parts.append(Text("\n" + ". ".join(words) + ".", style="dim"))
     every = [*panels, *(panel for several in small.values() for panel in several)]
-    return Found(parts=parts, frame=frame_of(records(every)), figures=figures)
+    return ViewResult(parts=parts, frame=frame_of(records(every)), figures=figures)
 
 
 main = View(name="pareto", compute=compute, lists={}, check=check)

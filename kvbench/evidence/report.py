@@ -13,14 +13,14 @@ from rich.text import Text
 from kvbench.config.extensions import hooks
 from kvbench.config.files import FULL
 from kvbench.evidence import across, frontier_figure, pareto, view
-from kvbench.evidence.argued import argued_table, mean_of
+from kvbench.evidence.answer_traits import mean_of, traits_table
 from kvbench.evidence.compare import compare_group, correct, legend
 from kvbench.evidence.compared import ComparedRun, count, difference, worst
 from kvbench.evidence.dominance import BEST, DOMINATED, MEANING, NEAR, standing
 from kvbench.evidence.frontier import Panel, averages, build
 from kvbench.evidence.load import Group, StoredRun, load_groups
+from kvbench.evidence.model_pool import pool_models
 from kvbench.evidence.report_bars import byte_bars, bytes_of, tier_bars
-from kvbench.evidence.together import together
 from kvbench.results import summary
 from kvbench.results.measures import AVERAGE, PEAK, RESIDENT, SCORE, TIME, Measure
 from kvbench.results.writing import write_file, write_files
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from kvbench.results.record import RunRecord
 
 MAX_BYTES = 2_000_000
-SHORTEST = 160  # characters of an answer below which it tells little
+SHORTEST = 160  # characters of an answer below which it shows little
 FEWEST = 5  # answers of a run
 LAST_TOKENS = 16  # of a projection's tokens, those that an answer added
 SETTING_LENGTH = 10_000  # characters of a setting; a table of numbers is a long one
@@ -66,25 +66,25 @@ def _small(png: bytes) -> bytes:
 
 
 def gather(groups: Sequence[Group], cfg: DictConfig) -> tuple[list[dict], list[dict]]:
-    """Compute what the page shows: one part for each group, and one for each mean over groups."""
+    """Compute the parts of the page: one for each group, and one for each mean over groups."""
     compared = [compare_group(group, cfg) if group.reference else ([], []) for group in groups]
     panels = [build(group, cfg) for group in groups]
     for group, panel in zip(groups, panels, strict=True):
         if panel is not None and cfg.published:
             pareto.add_published(group, panel)
     family = [row for rows, _ in compared for row in rows]
-    found: list[dict] = []
+    items: list[dict] = []
     for group, (rows, notes), panel in zip(groups, compared, panels, strict=True):
         first = dict.fromkeys(filter(None, [panel.unfit if panel else "", *(row.pairs.unfit for row in rows)]))
         said = [*first, *group.notes, *(panel.notes if panel else []), *notes]
-        found.append(
+        items.append(
             {
                 "title": group.title,
                 "notes": list(dict.fromkeys(said)),
                 "pictures": _pictures(panel, cfg) if panel else [],
                 "tiers": tier_bars(group),
                 "ledger": byte_bars(group),
-                "argued": argued_table(group, {row.run.name: row.longer for row in rows if row.run}),
+                "traits": traits_table(group, {row.run.name: row.longer for row in rows if row.run}),
                 "sections": [table for section in hooks("report.section") if (table := section(group))["rows"]],
                 "settings": settings_rows(group),
                 "environment": environment(group),
@@ -95,34 +95,34 @@ def gather(groups: Sequence[Group], cfg: DictConfig) -> tuple[list[dict], list[d
         )
     correct(family)
     means = averages([panel for panel in panels if panel is not None])
-    for item, group, panel in zip(found, groups, panels, strict=True):
+    for item, group, panel in zip(items, groups, panels, strict=True):
         item["table"] = methods_table(group, item["rows"], panel, len(family))
         # Why there is no mean, where there is none.
         item["notes"] += [note for note in (panel.notes if panel else ()) if note not in item["notes"]]
-    return found, [
+    return items, [
         {"title": p.title, "note": " ".join(filter(None, [p.unfit, *p.notes])), "pictures": _pictures(p, cfg)}
         for p in means
     ]
 
 
-def page(found: list[dict], means: list[dict], cfg: DictConfig, summaries: Sequence[dict] = ()) -> tuple[bytes, str]:
+def page(items: list[dict], means: list[dict], cfg: DictConfig, summaries: Sequence[dict] = ()) -> tuple[bytes, str]:
     """Make the page from the parts of groups, means and summaries, with as many and as long answers as fit: HTML, and a
     sentence on what was cut, or nothing. Raises ValueError where it is too large even without answers."""
     limit, length = int(cfg.answers), int(cfg.answer_length)
     cuts: list[str] = []
     while True:
-        data = [changed_answers(item["rows"], limit, length) for item in found]
-        kept, total = sum(len(item["changes"]) for item in data), sum(item["num_changes"] for item in found)
+        data = [changed_answers(item["rows"], limit, length) for item in items]
+        kept, total = sum(len(item["changes"]) for item in data), sum(item["num_changes"] for item in items)
         answers = (
             [f"{kept} of {total} changed answers are shown, the largest changes of each run."] if kept < total else []
         )
         if length < cfg.answer_length:
             answers.append(f"Answers are cut to {length} characters.")
         cut = " ".join([*answers, *cuts])
-        made = _render(found, means, summaries, data, cut, cfg)
+        made = _render(items, means, summaries, data, cut, cfg)
         if len(made) <= MAX_BYTES:
             return made, cut
-        pictured = [item for item in (*found, *means) if len(item["pictures"]) > 1]
+        pictured = [item for item in (*items, *means) if len(item["pictures"]) > 1]
         if length > SHORTEST:
             length = max(SHORTEST, length // 2)
         elif limit > FEWEST:
@@ -140,7 +140,7 @@ def page(found: list[dict], means: list[dict], cfg: DictConfig, summaries: Seque
 
 
 def _render(
-    found: list[dict], means: list[dict], summaries: Sequence[dict], data: list[dict], cut: str, cfg: DictConfig
+    items: list[dict], means: list[dict], summaries: Sequence[dict], data: list[dict], cut: str, cfg: DictConfig
 ) -> bytes:
     from markupsafe import Markup
 
@@ -149,9 +149,9 @@ def _render(
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=True)
     for char in "<>&":
         text = text.replace(char, f"\\u{ord(char):04x}")
-    groups = [item | {"changes_note": f"{item['changes_note']} {cut}".strip()} for item in found]
-    num_runs = sum(len(item["settings"]) for item in found)
-    size = f"{num_runs} runs in {len(found)} group{'s' if len(found) > 1 else ''}."
+    groups = [item | {"changes_note": f"{item['changes_note']} {cut}".strip()} for item in items]
+    num_runs = sum(len(item["settings"]) for item in items)
+    size = f"{num_runs} runs in {len(items)} group{'s' if len(items) > 1 else ''}."
     return fill(
         "report.html.jinja",
         title=str(cfg.title),
@@ -235,8 +235,10 @@ def _time(run: StoredRun) -> str:
 def _at_length(run: StoredRun) -> str:
     """Resident bytes on the model and at the length of the headline, in percent of its FP16 full cache."""
     name, length = HEADLINE
-    found = projected(run.record.identity, run.samples.values(), find_shape(name), length - LAST_TOKENS, LAST_TOKENS)
-    return "-" if found is None else f"{RESIDENT.scale * found.ratio:.1f}"
+    projection = projected(
+        run.record.identity, run.samples.values(), find_shape(name), length - LAST_TOKENS, LAST_TOKENS
+    )
+    return "-" if projection is None else f"{RESIDENT.scale * projection.ratio:.1f}"
 
 
 def changed_answers(rows: Sequence[ComparedRun], limit: int, length: int) -> dict:
@@ -247,7 +249,7 @@ def changed_answers(rows: Sequence[ComparedRun], limit: int, length: int) -> dic
     subsets: dict[str, int] = {}
     changes = []
 
-    def place(text: str) -> int:
+    def text_index(text: str) -> int:
         cut = text if len(text) <= length else f"{text[: length // 2]} [...] {text[-(length // 2) :]}"
         return texts.setdefault(cut, len(texts))
 
@@ -257,7 +259,9 @@ def changed_answers(rows: Sequence[ComparedRun], limit: int, length: int) -> dic
             sample = samples.setdefault((item.sample, safe(item.expected, length)), len(samples))
             subset = subsets.setdefault(item.subset, len(subsets))
             scores = [number(value, row.what.scale) for value in (item.theirs, item.mine)]
-            changes.append([who, int(item.lost), subset, sample, place(item.other_text), place(item.text), *scores])
+            changes.append(
+                [who, int(item.lost), subset, sample, text_index(item.other_text), text_index(item.text), *scores]
+            )
     return {
         "runs": [row.label for row in used],
         "others": [row.pairs.theirs.label for row in used],
@@ -280,7 +284,9 @@ def environment(group: Group) -> list[tuple[str, str]]:
     machines = [m for r in records for m in (r.machine, *(part.machine for part in r.sessions)) if m]
     code = [r.identity.get("code", {}) for r in records]
     dirty = any(r.git.dirty for r in records)
-    own = {f"{name.partition(':')[2]} {v}" for c in code for name, v in c.items() if name.startswith("method:")}
+    method_libraries = {
+        f"{name.partition(':')[2]} {v}" for c in code for name, v in c.items() if name.startswith("method:")
+    }
     return [
         ("runs", all_of([f"{min(r.started for r in records)} to {max(r.ended for r in records)}"])),
         ("kvbench", all_of(v.kvbench for v in versions) + f"; code {all_of(c.get('harness', '')[:12] for c in code)}"),
@@ -288,7 +294,7 @@ def environment(group: Group) -> list[tuple[str, str]]:
         ("Python", all_of(v.python for v in versions)),
         ("torch", all_of(v.torch for v in versions)),
         ("transformers", all_of(v.transformers for v in versions)),
-        *([("libraries of methods", all_of(own))] if own else []),
+        *([("libraries of methods", all_of(method_libraries))] if method_libraries else []),
         ("lm-eval", all_of(v.lm_eval for v in versions)),
         ("device", all_of(m.device for m in machines)),
         ("system", all_of(f"{m.host}, {m.num_cpus} CPUs, {m.num_threads} threads" for m in machines)),
@@ -301,11 +307,13 @@ def environment(group: Group) -> list[tuple[str, str]]:
 
 
 def _batch(record: "RunRecord") -> str:
-    """The batch size of a run, or what its answers have of it."""
+    """Batch size of a run, or a note on how its answers depend on it."""
     if record.identity.get("batch") != "free":
         return str(record.identity.get("batch_size", "any: no answer depends on it"))
-    again, differ = (sum(getattr(each, name) for each in record.sessions) for name in ("asked_again", "differing"))
-    return f"free: rows come and go, and {differ} of {again} answers differ in another order of the requests"
+    num_repeated, differ = (
+        sum(getattr(each, name) for each in record.sessions) for name in ("asked_again", "differing")
+    )
+    return f"free: rows come and go, and {differ} of {num_repeated} answers differ in another order of the requests"
 
 
 def _flags(run: StoredRun) -> list[str]:
@@ -342,7 +350,7 @@ def picture_words(panel: Panel, axis: str) -> str:
     """Describe a picture in words, for readers who cannot see it."""
     places = standing(panel, axis)
     front = [point.label for point in panel.points if places.get(point.key) in (BEST, NEAR)]
-    beaten = sum(place == DOMINATED for place in places.values())
+    beaten = sum(status == DOMINATED for status in places.values())
     words = f"{panel.title}: {panel.what.title} against {panel.axes[axis].title} for {len(panel.points)} runs."
     if panel.unfit:
         return f"{panel.unfit}. {words}"
@@ -362,15 +370,15 @@ def reference_words(group: Group, rows: Sequence[ComparedRun]) -> str:
 def main(cfg: DictConfig) -> int:
     """Carry out `kvbench report`."""
     pareto.check(cfg)
-    groups = together(load_groups(cfg), cfg)
-    found, means = gather(groups, cfg)
-    made, cut = page(found, means, cfg, across.summaries(groups, [item["rows"] for item in found], cfg))
+    groups = pool_models(load_groups(cfg), cfg)
+    items, means = gather(groups, cfg)
+    made, cut = page(items, means, cfg, across.summaries(groups, [item["rows"] for item in items], cfg))
     if cfg.out is not None:
         write_file(out := Path(str(cfg.out)), made)
     else:
         (out,) = write_files(Path(cfg.results_dir), {Path(cfg.results_dir) / "report.html": made})
     console = terminal.console()
-    for item in found:
+    for item in items:
         console.print(Text(f"{item['title']}: {len(item['settings'])} runs"), soft_wrap=True)
         view.show(view.notes(item["notes"]), console)
     view.show(view.notes([cut] if cut else []), console)

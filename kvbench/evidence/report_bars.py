@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from kvbench.evidence.load import Group, StoredRun
 from kvbench.results import summary
 from kvbench.results.measures import item_title, ledger_items
-from kvbench.show.picture import item_place
+from kvbench.show.picture import item_index
 from kvbench.show.progress import format_bytes
 from kvbench.sizing.stored import policy_of, tier_shares
 
@@ -27,25 +27,25 @@ def tier_names(run: StoredRun, count: int) -> list[str]:
 
 def shares_by_name(run: StoredRun) -> dict[str, float]:
     """Share of all tokens, over layers and KV heads, in each tier at the end; the rest up to 1 was evicted."""
-    found = tier_shares(run.samples.values())
-    return named(tier_names(run, len(found)), found)
+    shares = tier_shares(run.samples.values())
+    return named(tier_names(run, len(shares)), shares)
 
 
-def named(names: Sequence[str], found: Sequence[float]) -> dict[str, float]:
+def named(names: Sequence[str], values: Sequence[float]) -> dict[str, float]:
     """Shares of tiers by their names; those of tiers with one name together."""
     shares: dict[str, float] = {}
-    for name, share in zip(names, found, strict=True):
+    for name, share in zip(names, values, strict=True):
         shares[name] = shares.get(name, 0.0) + share
     return shares
 
 
 def tier_bars(group: Group) -> dict:
     """Tokens per tier of every run, as the bars of DiffKV's figure 12."""
-    found = {run.label: shares for run in group.runs if (shares := shares_by_name(run))}
-    names = dict.fromkeys(name for shares in found.values() for name in shares)
+    by_label = {run.label: shares for run in group.runs if (shares := shares_by_name(run))}
+    names = dict.fromkeys(name for shares in by_label.values() for name in shares)
     styles = {name: f"c{index % NUM_STYLES}" for index, name in enumerate(names)} | {"evicted": "evicted"}
     rows = []
-    for label, shares in found.items():
+    for label, shares in by_label.items():
         rows.append(_bar(label, {**shares, "evicted": max(0.0, 1.0 - sum(shares.values()))}, 1.0, 1.0, styles))
     caption = "Share of all tokens, over layers and KV heads, in each precision at the end of the answer."
     return {"caption": caption, "heading": "tokens", "rows": rows, "key": list(styles.items())}
@@ -59,7 +59,7 @@ def byte_bars(group: Group) -> dict:
         for label, ledger in ledgers.items()
     }
     there = dict.fromkeys(name for mine in items.values() for name in mine)
-    styles = {item_title(name): f"c{item_place(name)}" for name in there}  # the colours of result.png
+    styles = {item_title(name): f"c{item_index(name)}" for name in there}  # the colours of result.png
     widest = max((sum(mine.values()) for mine in items.values()), default=1.0)
     rows = []
     for label, mine in items.items():

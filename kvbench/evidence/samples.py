@@ -31,12 +31,12 @@ ENOUGH = 0.9  # of the samples; a run that lacks more than a tenth of them prove
 
 
 class NoCommonSample(ValueError):
-    """Two runs share no sample, so nothing can be said about them."""
+    """Two runs share no sample and cannot be compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """One value per sample, of a run or of what was made from several runs."""
+    """One value per sample, of a run or interpolated between several runs."""
 
     label: str
     values: dict[SampleName, float]
@@ -57,8 +57,8 @@ def _unknown_range(what: Measure) -> Range:
 
 
 def curve_of(run: StoredRun, what: Measure) -> Curve:
-    """The values of a run, and what the samples could be that did not end well: anything a score can be."""
-    found: dict[SampleName, list[Range]] = {}
+    """The values of a run, and the full range of a score for samples that did not end well."""
+    by_sample: dict[SampleName, list[Range]] = {}
     others: set[SampleName] = set()
     for record in run.samples.values():
         name = (record["subset"], record["sample_id"])
@@ -68,20 +68,20 @@ def curve_of(run: StoredRun, what: Measure) -> Curve:
             others.add(name)
             continue
         if value is not None:
-            found.setdefault(name, []).append((float(value), float(value)))
+            by_sample.setdefault(name, []).append((float(value), float(value)))
         elif what.is_fidelity and record["status"] == "ok":
             others.add(name)  # the metric does not apply: no gold token was read from the compressed cache
         else:
-            found.setdefault(name, []).append(_unknown_range(what))
-    sums = {name: tuple(map(sum, zip(*each, strict=True))) for name, each in found.items()}
-    ranges = {name: (low / len(found[name]), high / len(found[name])) for name, (low, high) in sums.items()}
+            by_sample.setdefault(name, []).append(_unknown_range(what))
+    sums = {name: tuple(map(sum, zip(*each, strict=True))) for name, each in by_sample.items()}
+    ranges = {name: (low / len(by_sample[name]), high / len(by_sample[name])) for name, (low, high) in sums.items()}
     repeats = run.record.answers_each or max((repeat for _, repeat in run.samples), default=0) + 1
-    asked = max(len({sample for sample, _ in run.samples}), (run.total or 0) // repeats)  # also those that are missing
+    num_expected = max(len({sample for sample, _ in run.samples}), (run.total or 0) // repeats)  # also missing ones
     return Curve(
         label=run.label,
         values={name: low for name, (low, high) in ranges.items() if low == high},
         ranges=ranges,
-        total=asked - len(others - set(found)),
+        total=num_expected - len(others - set(by_sample)),
         weighting=run.record.weighting,
         progress=run.progress,
         run=run,
@@ -109,9 +109,9 @@ def measure(name: str, group: Group, *, shares: bool = False) -> Measure:
             f"metric={name} is a category of {', '.join(BENCHMARKS)}, and {group.title} has none; give "
             f"tasks={next(iter(BENCHMARKS))}, or metric=score"
         )
-    found = _measure(SCORE.name if base in CATEGORIES else base, group)
-    found = of_category(found, group.task, base) if base in CATEGORIES else found
-    return of_full(found) if base != name else found
+    definition = _measure(SCORE.name if base in CATEGORIES else base, group)
+    definition = of_category(definition, group.task, base) if base in CATEGORIES else definition
+    return of_full(definition) if base != name else definition
 
 
 def _measure(name: str, group: Group) -> Measure:
@@ -124,14 +124,14 @@ def _measure(name: str, group: Group) -> Measure:
         return known
     records = [run.record for run in group.runs]
     chosen = next((record.primary for record in records if record.primary), "") if name == SCORE.name else name
-    found = next((record.metrics[chosen] for record in records if chosen in record.metrics), None)
-    if found is None:
+    stored = next((record.metrics[chosen] for record in records if chosen in record.metrics), None)
+    if stored is None:
         there = {metric for record in records for metric in record.metrics}
         if not there:  # of runs that have only begun, whose samples then lack it: a word on them, not the end of others
             return score(name)
         categories = CATEGORIES if group.task in BENCHMARKS else ()
         raise unknown_name("metric", name, {SCORE.name, *FIDELITY, *ANSWERS, *there, *categories})
-    return score(chosen, found.higher_is_better)
+    return score(chosen, stored.higher_is_better)
 
 
 def by_subset(samples: Iterable[SampleName]) -> dict[str, list[SampleName]]:
@@ -164,7 +164,7 @@ class Pairs:
     total: int
     """Samples at least one of the two was asked or is still to be asked."""
     unfit: str = ""
-    """Why the full cache's answers are no ground for a verdict (`Group.unfit`); empty where they are."""
+    """Reason why the full cache is unfit as a reference (`Group.unfit`); empty where it is fit."""
 
     @property
     def num_samples(self) -> int:
@@ -173,7 +173,7 @@ class Pairs:
 
     @property
     def is_enough(self) -> bool:
-        """At most a tenth of the samples is missing, and the full cache's answers are a ground."""
+        """True where at most a tenth of the samples is missing, and the full cache is fit as a reference."""
         return not self.unfit and self.num_samples >= ENOUGH * self.total
 
     def paired(self, what: Measure, resamples: int, seed: int) -> Difference:
@@ -189,29 +189,29 @@ class Pairs:
         if self.num_samples == self.total == len(everything):
             return None
         unknown = _unknown_range(what)
-        found: list[Difference | None] = []
+        differences: list[Difference | None] = []
         for end in (0, 1):
             groups = {
                 name: [(self.mine.ranges.get(s, unknown)[end], self.theirs.ranges.get(s, unknown)[1 - end]) for s in m]
                 for name, m in by_subset(everything).items()
             }
             finite = all(math.isfinite(value) for pairs in groups.values() for pair in pairs for value in pair)
-            found.append(_paired(groups, self.mine.weighting, what, resamples, seed) if finite else None)
-        return found[0], found[1]
+            differences.append(_paired(groups, self.mine.weighting, what, resamples, seed) if finite else None)
+        return differences[0], differences[1]
 
 
 def _paired(
     groups: dict[str, list[Range]], weighting: Weighting, what: Measure, resamples: int, seed: int
 ) -> Difference:
     make = paired if what.of is None else share_of_pairs
-    found = make(groups, weighting, bounded=what.bounded, resamples=resamples, seed=seed)
-    assert found is not None  # there is a pair, and a whole of which it is a share: `pair` refuses others
-    return found
+    difference = make(groups, weighting, bounded=what.bounded, resamples=resamples, seed=seed)
+    assert difference is not None  # there is a pair, and a whole of which it is a share: `pair` refuses others
+    return difference
 
 
 def pair(mine: Curve, theirs: Curve, what: Measure) -> Pairs:
-    """Put the run that is judged beside another one, on the samples both have; raises NoCommonSample without any, and
-    where the measure is a share of a mean that is 0."""
+    """Pair the judged run with another one on the samples that both have; raises NoCommonSample without any, and where
+    the measure is a share of a mean that is 0."""
     both = shared([mine, theirs])
     if not both:
         raise NoCommonSample(
@@ -225,15 +225,15 @@ def pair(mine: Curve, theirs: Curve, what: Measure) -> Pairs:
 
 
 def noise(group: Group, what: Measure) -> tuple[float, str]:
-    """The largest difference of a sample that is only numerical noise, and where it is from.
+    """The largest difference of a sample that is only numerical noise, and its source.
 
     Repetitions of the full cache with other batches or kernels measure the noise of the full cache.
     """
     if not what.tolerance:
         return 0.0, ""
     base = curve_of(group.reference, what).values if group.reference else {}
-    again = [curve_of(run, what).values for run in group.repeats]
-    largest = [abs(value - base[name]) for values in again for name, value in values.items() if name in base]
+    repeats = [curve_of(run, what).values for run in group.repeats]
+    largest = [abs(value - base[name]) for values in repeats for name, value in values.items() if name in base]
     if largest and max(largest) > what.tolerance:
         return max(largest), "measured: the full cache run again"
     return what.tolerance, "the largest that other batches and orders ever made"
@@ -260,15 +260,15 @@ def changes(pairs: Pairs, what: Measure, tolerance: float = 0.0) -> list[Change]
     """The samples that differ by more than noise, the largest losses first, then the largest gains."""
     run, other = pairs.mine.run, pairs.theirs.run
     sign = 1 if what.higher_is_better else -1
-    found = []
+    result = []
     for subset, sample in (sample for members in pairs.samples.values() for sample in members):
         mine, theirs = pairs.mine.values[subset, sample], pairs.theirs.values[subset, sample]
         if mine == theirs or abs(mine - theirs) <= tolerance:
             continue
         texts = _texts(run, other, sample, what) if run and other else {}
         lost = sign * (mine - theirs) < 0
-        found.append(Change(sample=sample, subset=subset, mine=mine, theirs=theirs, lost=lost, **texts))
-    return sorted(found, key=lambda item: (not item.lost, -abs(item.mine - item.theirs), item.subset, item.sample))
+        result.append(Change(sample=sample, subset=subset, mine=mine, theirs=theirs, lost=lost, **texts))
+    return sorted(result, key=lambda item: (not item.lost, -abs(item.mine - item.theirs), item.subset, item.sample))
 
 
 def _texts(run: StoredRun, other: StoredRun, sample: str, what: Measure) -> dict[str, str]:
@@ -291,7 +291,7 @@ def _texts(run: StoredRun, other: StoredRun, sample: str, what: Measure) -> dict
 
 def _said(texts: Sequence[str]) -> str:
     """Several texts as one, each with its number."""
-    return texts[0] if len(texts) == 1 else "\n".join(f"[{place}] {text}" for place, text in enumerate(texts, 1))
+    return texts[0] if len(texts) == 1 else "\n".join(f"[{number}] {text}" for number, text in enumerate(texts, 1))
 
 
 def _expected(record: SampleRecord) -> str:
@@ -300,5 +300,5 @@ def _expected(record: SampleRecord) -> str:
     if record.get("gold"):
         return "; ".join(record["gold"])
     meta = record.get("meta") or {}  # journals of before have the answer there, where the task kept it
-    found = next((meta[key] for key in ("answer", "answers", "gold", "target") if key in meta), "")
-    return "; ".join(map(str, found)) if isinstance(found, list) else str(found)
+    answer = next((meta[key] for key in ("answer", "answers", "gold", "target") if key in meta), "")
+    return "; ".join(map(str, answer)) if isinstance(answer, list) else str(answer)

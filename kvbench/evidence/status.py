@@ -24,13 +24,13 @@ STATES: tuple[State, ...] = ("done", "running", "failed", "lost", "left")
 
 
 def run_states(results_dir: Path) -> tuple[Counter[str], dict[Path, RunRecord]]:
-    """Counts the runs that are done, running, failed, and unfinished (stopped or killed, with nobody at work on
+    """Counts the runs that are done, running, failed, and unfinished (stopped or killed, with no process at work on
     them); and finds those that are split into shards and not done."""
     split: dict[Path, RunRecord] = {}
     unreadable: dict[str, str] = {}
     states = []
     for folder, record in find_runs(results_dir, unreadable):
-        if record.status not in ("complete", "failed") and shards.found_in(folder):
+        if record.status not in ("complete", "failed") and shards.shards_in(folder):
             split[folder] = record
         if is_held(folder) or shards.at_work(folder):
             states.append("running")
@@ -40,8 +40,8 @@ def run_states(results_dir: Path) -> tuple[Counter[str], dict[Path, RunRecord]]:
 
 
 def show_shards(folder: Path, record: RunRecord, console: Console) -> None:
-    """Print how the shards of one run stand: done, running, failed, stopped, lost (as after a kill) or left."""
-    begun = shards.found_in(folder)
+    """Print the states of the shards of one run: done, running, failed, stopped, lost (as after a kill) or left."""
+    begun = shards.shards_in(folder)
     of = sorted({shard.of for shard in begun})
     counts = record.counts
     console.print(
@@ -52,17 +52,17 @@ def show_shards(folder: Path, record: RunRecord, console: Console) -> None:
         console.print(Text(f"  {state:<8} {shard}{more}"))
 
 
-def _shard_state(place: Path | None) -> tuple[str, str]:
-    """The state of one shard, and what else is known of it."""
+def _shard_state(part: Path | None) -> tuple[str, str]:
+    """State of one shard, and further facts."""
     try:
-        record = RunRecord.load(place) if place else None
+        record = RunRecord.load(part) if part else None
     except ValueError as error:
         return "unknown", f": {safe(str(error), MESSAGE_LENGTH)}"
-    held = place is not None and is_held(place)
-    if place is None or record is None:
+    held = part is not None and is_held(part)
+    if part is None or record is None:
         return ("running", ": begins") if held else ("left", "")
     state = {"complete": "done", "running": "lost"}.get(record.status, record.status)
-    finished = record.counts.done + len(read_samples(place / shards.SAMPLES, record.hash, sealed=record.sealed)[0])
+    finished = record.counts.done + len(read_samples(part / shards.SAMPLES, record.hash, sealed=record.sealed)[0])
     more = f": {min(finished, record.counts.total)} of {record.counts.total} samples"
     why = f", {safe(record.message, MESSAGE_LENGTH)}" if record.message and not held else ""
     return "running" if held else state, f"{more}{why}"
@@ -70,21 +70,21 @@ def _shard_state(place: Path | None) -> tuple[str, str]:
 
 def show_workers(results_dir: Path, console: Console) -> None:
     """Print how many answers each worker has finished of runs that are not complete."""
-    found = shards.of_workers(results_dir)
-    if found:
+    counts = shards.of_workers(results_dir)
+    if counts:
         rule = "the command without selection= and ray= joins them, and does what is left"
-        console.print(Text(f"\n{found.total()} answers of workers; {rule}", style="bold"))
-    for name, number in sorted(found.items()):
+        console.print(Text(f"\n{counts.total()} answers of workers; {rule}", style="bold"))
+    for name, number in sorted(counts.items()):
         console.print(Text(f"  {number:>8} {safe(name)}"))
 
 
-def counted(found: "Counter[str] | Counter[State]") -> str:
+def counted(counts: "Counter[str] | Counter[State]") -> str:
     """Counts as `9 done, 1 running`."""
-    return ", ".join(f"{number} {state}" for state, number in found.items() if number) or "none"
+    return ", ".join(f"{number} {state}" for state, number in counts.items() if number) or "none"
 
 
 def show_sweep(sweep: Sweep, most: int | None, console: Console) -> None:
-    """Print how one sweep stands, and at most so many jobs of each kind, or all."""
+    """Print the state of one sweep, and at most so many jobs of each kind, or all."""
     record, states, jobs = sweep.record(), sweep.states(), sweep.jobs()
     counts = Counter({state: list(states.values()).count(state) for state in STATES})
     left = sweep.left_s() if counts["left"] or counts["running"] else None
@@ -93,7 +93,7 @@ def show_sweep(sweep: Sweep, most: int | None, console: Console) -> None:
     )
     console.print(Text(f"{len(states)} jobs: {counted(counts)}{f'; {format_seconds(left)} left' if left else ''}"))
     for state in STATES[1:]:
-        numbers = [number for number, found in states.items() if found == state]
+        numbers = [number for number, job_state in states.items() if job_state == state]
         for number in numbers[:most]:
             label = record.jobs[number - 1] if number <= len(record.jobs) else ""
             console.print(Text(f"  {state:<8} job {number} {safe(label)}{_more(state, jobs.get(number))}"))
@@ -112,24 +112,24 @@ def _more(state: State, job: JobRecord | None) -> str:
 
 
 def _changed(cfg: DictConfig, root: Path) -> str:
-    """Delete, move or tag runs, where that is asked for; says what was done."""
-    asked = [name for name in ("delete", "move", "tag") if cfg[name] is not None]
-    if not asked:
+    """Delete, move or tag runs, where a setting requests it; returns a line on it."""
+    actions = [name for name in ("delete", "move", "tag") if cfg[name] is not None]
+    if not actions:
         return ""
-    if len(asked) > 1:
-        raise ValueError(f"{' and '.join(asked)} exclude one another; give one")
-    name = asked[0]
+    if len(actions) > 1:
+        raise ValueError(f"{' and '.join(actions)} exclude one another; give one")
+    name = actions[0]
     wanted = patterns(cfg.delete if name == "delete" else cfg.runs)
     if wanted is None:
         raise ValueError(f"{name}={cfg[name]} needs runs=: the first digits of a hash, a tag, or a pattern of folders")
-    found = housekeeping.entries(root, wanted)
-    if not found:
+    chosen = housekeeping.entries(root, wanted)
+    if not chosen:
         raise ValueError(f"{'delete' if name == 'delete' else 'runs'}={', '.join(wanted)} names no run under {root}")
     if name == "delete":
-        return housekeeping.delete(found, cfg.sure is True)
+        return housekeeping.delete(chosen, cfg.sure is True)
     if name == "move":
-        return housekeeping.move(found, Path(str(cfg.move)))
-    return housekeeping.tag(found, str(cfg.tag))
+        return housekeeping.move(chosen, Path(str(cfg.move)))
+    return housekeeping.tag(chosen, str(cfg.tag))
 
 
 def main(cfg: DictConfig) -> int:
@@ -137,9 +137,9 @@ def main(cfg: DictConfig) -> int:
     root = results_root(cfg.results_dir)
     if isinstance(cfg.sweeps, str) and cfg.sweeps not in ("newest", "all"):
         raise unknown_name("sweeps", cfg.sweeps, ("newest", "all", "a number"))
-    found = sweeps(root)
+    all_sweeps = sweeps(root)
     if cfg.sweeps != "all":
-        found = found[-(1 if cfg.sweeps == "newest" else check_whole("sweeps", cfg.sweeps, 1)) :]
+        all_sweeps = all_sweeps[-(1 if cfg.sweeps == "newest" else check_whole("sweeps", cfg.sweeps, 1)) :]
     most = None if cfg.jobs is None else check_whole("jobs", cfg.jobs, 1)
     rows = None if cfg.rows is None else check_whole("rows", cfg.rows, 1)
     console = terminal.console(100)
@@ -158,7 +158,7 @@ def main(cfg: DictConfig) -> int:
     for folder, record in split.items():
         show_shards(folder, record, console)
     show_workers(root, console)
-    for sweep in found:
+    for sweep in all_sweeps:
         try:
             show_sweep(sweep, most, console)
         except (ValueError, OSError) as error:

@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.text import Text
 
 from kvbench.evidence.load import Group, load_groups, patterns
+from kvbench.evidence.model_pool import pool_models
 from kvbench.evidence.settings import KINDS, check
-from kvbench.evidence.together import together
 from kvbench.results.identity import folder_name
 from kvbench.results.writing import write_file, write_files
 from kvbench.show import terminal
@@ -44,7 +44,7 @@ class Grid:
     heading: str | None = "run"
     """Of the names; None for a table without them."""
     breaks: bool = False
-    """Where the terminal is narrow, an interval goes below its number, in all columns but the last."""
+    """On a narrow terminal, an interval goes below its number, in all columns but the last."""
     ends: Sequence[str] = ()
     """Headings behind which a table that is too wide for the terminal goes on as another, the first one first."""
 
@@ -55,8 +55,8 @@ Figure = tuple[str, str, Callable[[str], bytes | None]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
-    """What a view computes."""
+class ViewResult:
+    """Result of a view: its numbers, and the tables and figures made of them."""
 
     frame: "pd.DataFrame"
     """The numbers, unrounded, of dtype object; the CSV has the same columns and rows."""
@@ -87,7 +87,7 @@ class View:
     """
 
     name: str
-    compute: Callable[[Sequence[Group], DictConfig], Found]
+    compute: Callable[[Sequence[Group], DictConfig], ViewResult]
     lists: Mapping[str, Collection[str]] = field(default_factory=lambda: {"kinds": KINDS})
     choices: Mapping[str, Collection[str]] = field(default_factory=dict)
     check: Callable[[DictConfig], object] = field(default=lambda cfg: None)
@@ -95,42 +95,42 @@ class View:
 
     def __call__(self, cfg: DictConfig) -> int:
         """Compute the view, then print and write it."""
-        found = self.found(cfg)
+        result = self.evaluate(cfg)
         if "format" in cfg:
-            self._format(found, cfg)
+            self._format(result, cfg)
             return 0
         console = terminal.console(self.width)
-        show(found.parts, console)
-        written = self._drawn(found, cfg) if "kinds" in cfg else write_frame(found.frame, cfg.out)
-        terminal.print_paths(written if found.names_files else (), console)
+        show(result.parts, console)
+        written = self._drawn(result, cfg) if "kinds" in cfg else write_frame(result.frame, cfg.out)
+        terminal.print_paths(written if result.names_files else (), console)
         return 0
 
-    def found(self, cfg: DictConfig) -> Found:
+    def evaluate(self, cfg: DictConfig) -> ViewResult:
         """Check the settings before anything is read; then read the runs and compute the view."""
         check(cfg, self.lists, self.choices)
         self.check(cfg)
         against = (str(cfg.against),) if "against" in cfg else ()
-        return self.compute(together(load_groups(cfg, also=against), cfg), cfg)
+        return self.compute(pool_models(load_groups(cfg, also=against), cfg), cfg)
 
-    def _format(self, found: Found, cfg: DictConfig) -> None:
+    def _format(self, result: ViewResult, cfg: DictConfig) -> None:
         """Write sheets, or the frame as CSV, into the file `out` or to the terminal."""
         if cfg.format == "csv":
-            content = csv_of(found.frame)
+            content = csv_of(result.frame)
         else:
             width = terminal.console(self.width).width if cfg.out is None else self.width
-            content = ("\n\n".join(FORMATS[cfg.format](sheet, width) for sheet in found.sheets) + "\n").encode()
+            content = ("\n\n".join(FORMATS[cfg.format](sheet, width) for sheet in result.sheets) + "\n").encode()
         if cfg.out is not None:
             write_file(Path(str(cfg.out)), content)
             print(cfg.out)
         else:
             print(content.decode(), end="")
 
-    def _drawn(self, found: Found, cfg: DictConfig) -> list[Path]:
+    def _drawn(self, result: ViewResult, cfg: DictConfig) -> list[Path]:
         """Write CSV and figures."""
         root = Path(str(cfg.results_dir if cfg.out is None else cfg.out))
         folder = root / self.name if cfg.out is None else root
-        contents = {folder / f"{self.name}.csv": csv_of(found.frame)}
-        for title, end, draw in found.figures:
+        contents = {folder / f"{self.name}.csv": csv_of(result.frame)}
+        for title, end, draw in result.figures:
             for kind in patterns(cfg.kinds) or KINDS:
                 if (picture := draw(kind)) is not None:
                     name = folder_name(title.replace(" with ", "_")).lower()
@@ -139,7 +139,7 @@ class View:
 
 
 def frame_of(records: Iterable[Mapping[str, Cell]]) -> "pd.DataFrame":
-    """Records of one kind as a frame of dtype object: whole numbers stay whole beside None."""
+    """Records of one kind as a frame of dtype object: whole numbers stay whole next to None."""
     import pandas as pd
 
     return pd.DataFrame(list(records), dtype=object)
@@ -159,12 +159,12 @@ def write_frame(frame: "pd.DataFrame", out: object) -> list[Path]:
 
 
 def notes(said: Iterable[str]) -> list[Part]:
-    """What must be known to read the numbers, a note for each."""
+    """Notes needed to read the numbers."""
     return [Note(f"! {note}") for note in said]
 
 
 class Note(Text):
-    """A text of words, which a terminal does not break within one."""
+    """Text of words, which a terminal does not break within one."""
 
 
 def line(text: str, style: str = "") -> Text:
@@ -181,8 +181,8 @@ def show(parts: Iterable[Part], console: Console) -> None:
         if isinstance(part, Text):
             console.print(part, soft_wrap=bool(part.no_wrap))
             continue
-        for place, piece in enumerate(_pieces(part, console)):
-            if place:
+        for index, piece in enumerate(_pieces(part, console)):
+            if index:
                 console.print()
             console.print(_rendered(piece))
 
@@ -206,8 +206,8 @@ def _rendered(table: Grid) -> rich.table.Table:
     if table.heading is not None:
         terminal.add_names(made, table.heading, table.names)
         rows.insert(0, table.names)
-    for place, (name, _) in enumerate(table.columns, 1):
-        made.add_column(name, justify="right", no_wrap=not table.breaks or place == len(table.columns))
+    for number, (name, _) in enumerate(table.columns, 1):
+        made.add_column(name, justify="right", no_wrap=not table.breaks or number == len(table.columns))
     for cells in zip(*rows, strict=True):
         made.add_row(*cells)
     return made

@@ -1,1 +1,1 @@
-"""Extensions of kvbench, one folder each; `kvbench.config.extensions` says what a folder holds."""
+"""Extensions of kvbench, one folder each; `kvbench.config.extensions` documents the contents of a folder."""

@@ -53,13 +53,13 @@ def direction(higher_is_better: bool) -> str:
 
 
 def contradiction(task: str, metrics: Mapping[str, tuple[bool, bool]], weighting: str) -> str:
-    """Say where the claims of a record contradict its task, with both values; empty where nothing does, and for a task
-    that kvbench does not declare.
+    """Describe where the claims of a record contradict its task, with both values; empty where none does, and for a
+    task that kvbench does not declare.
 
     Args:
         task: Name of the task, as the identity has it.
         metrics: Metric -> higher is better, is the primary one; of a run that has only begun there are none.
-        weighting: What weighs the same in a mean.
+        weighting: Units of equal weight in a mean.
     """
     primaries = [name for name, (_, is_primary) in metrics.items() if is_primary]
     if metrics and len(primaries) != 1:
@@ -80,8 +80,8 @@ def contradiction(task: str, metrics: Mapping[str, tuple[bool, bool]], weighting
 
 
 def unchecked(task: str, metrics: Mapping[str, bool]) -> str:
-    """Say what of a record's claims is taken as it stands: those of lm-eval's tasks, which only lm-eval itself can look
-    up. Empty for other tasks.
+    """Note on unchecked claims of a record: those of lm-eval's tasks, which only lm-eval can look up. Empty for other
+    tasks.
 
     Args:
         task: Name of the task.

@@ -24,15 +24,16 @@ class Fault:
 
     name: str
     summary: str
-    """What was wrong, as a clause."""
+    """The fault, as a clause."""
     mended: int
     """Revision of the first records without it."""
     affects: Callable[[RunRecord], bool]
     """A record's numbers may be wrong."""
     seen: Callable[[SampleRecord], bool] | None = None
-    """An answer that may be graded wrong, where the samples can be looked at; None where no answer tells."""
+    """An answer that may be graded wrong, where the samples can be looked at; None where no answer can be graded wrong
+    by it."""
     unlike: Callable[[RunRecord], set[str]] | None = None
-    """What must differ, within a run or between runs that are read together, for there to be a fault; None: nothing."""
+    """Property that must differ, within a run or between runs read together, for a fault; None: no condition."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,13 +52,13 @@ def _words(record: RunRecord) -> list[str]:
 
 
 def _may_set(record: RunRecord, *names: str) -> bool:
-    """Whether settings may have been given: they were, or no command tells (from Python, or by an experiment file)."""
-    is_told = record.sessions and all(session.command for session in record.sessions) and not record.experiment
-    return not is_told or any(word.lstrip("+").startswith(names) for word in _words(record))
+    """True where settings may have been given: they were, or no command line is stored (Python, an experiment file)."""
+    has_commands = record.sessions and all(session.command for session in record.sessions) and not record.experiment
+    return not has_commands or any(word.lstrip("+").startswith(names) for word in _words(record))
 
 
 def _has_neighbours(record: RunRecord) -> bool:
-    """Several answers may have been decoded together."""
+    """True where several answers may have been decoded together."""
     is_alone = record.identity.get("batch_size") == 1 or "batch_size=1" in _words(record)
     return record.counts.total != 1 and not is_alone
 
@@ -86,28 +87,28 @@ def _has_helpers(record: RunRecord) -> bool:
     return record.task.startswith("lm_eval_") and _may_set(record, "task.include_path")
 
 
-def _has_own_module(record: RunRecord) -> bool:
-    """A method from outside of kvbench computed it, or shared its process: a full cache has the command of the run that
-    needed it."""
+def _has_user_module(record: RunRecord) -> bool:
+    """True where a method from outside of kvbench computed it, or shared its process: a full cache has the command of
+    the run that needed it."""
     target = str((record.identity.get("method") or {}).get("_target_", ""))
     return not target.startswith("kvbench.methods.") or any(word.startswith("--config-dir") for word in _words(record))
 
 
 def _counts_tables(record: RunRecord) -> bool:
-    """Its page tables are enough bytes to move a digit that is shown."""
+    """True where its page tables have enough bytes to change a shown digit."""
     tables, whole = (record.ledger.get(name, 0.0) for name in ("table_bytes", "fp16_bytes"))
     return record.counts.total != 1 and tables > SHOWN * whole
 
 
 def _has_byte_budget(record: RunRecord) -> bool:
-    """Its method has a budget in bytes, of which page tables were paid."""
+    """True where its method has a budget in bytes that includes page tables."""
     budget = (record.identity.get("method") or {}).get("budget")
     unit = budget.get("unit") if isinstance(budget, dict) else "bytes" * bool(re.search(r"\d *[KMG]?i?B$", str(budget)))
     return record.counts.total != 1 and unit == "bytes"
 
 
 def _has_passed_over_data(record: RunRecord) -> bool:
-    """It names a folder of data, and its haystacks are kvbench's text."""
+    """True where it names a folder of data, and its haystacks are kvbench's text."""
     is_text = record.protocol.get("essays") == "kvbench"
     return is_text and any(word.lstrip("+").startswith("task.data_dir=") for word in _words(record))
 
@@ -122,7 +123,7 @@ ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
 def _has_empty_gold(sample: SampleRecord) -> bool:
-    """A right answer has nothing but articles and punctuation."""
+    """True where a right answer has nothing but articles and punctuation."""
     return any(not re.search(r"[^\W_]|[^\x00-\x7f]", ARTICLES.sub(" ", gold.lower())) for gold in _golds(sample))
 
 
@@ -132,18 +133,18 @@ def _golds(sample: SampleRecord) -> list[str]:
 
 
 def _is_not_normal(sample: SampleRecord) -> bool:
-    """A right answer or an answer has characters that can be written in two ways."""
+    """True where a right answer or an answer has characters that can be encoded in two ways."""
     texts = [*_golds(sample), *answers_of(sample)]
     return not all(unicodedata.is_normalized("NFKC", text) for text in texts)
 
 
 def _catches_all(sample: SampleRecord) -> bool:
-    """A program catches whatever is raised, the alarm of its time limit included."""
+    """True where a program catches every exception, the alarm of its time limit included."""
     return any(re.search(r"except\s*(BaseException[^:]*)?:", text) for text in answers_of(sample))
 
 
 def _has_display(sample: SampleRecord) -> bool:
-    """The answer, or the right one, has display mathematics or a large or negative power."""
+    """True where the answer, or the right one, has display mathematics or a large or negative power."""
     texts = [*_golds(sample), *answers_of(sample)]
     return any(re.search(r"\\\[|\$\$|\^\s*\{?\s*(-|\d\d)", text) for text in texts)
 
@@ -180,7 +181,7 @@ FAULTS = (
         name="torch-modes",
         summary="modes of torch that a method's own module sets changed the numbers of every method of its process",
         mended=1,
-        affects=_has_own_module,
+        affects=_has_user_module,
     ),
     Fault(
         name="custom-gold",

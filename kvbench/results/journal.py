@@ -33,12 +33,12 @@ class Journal:
     """The finished samples of one run, on disk.
 
     Opening reads what is there and repairs it; `damaged` then counts the lines that were dropped (their samples are
-    redone), which lie in `dropped` from then on. The caller knows that the folder is the run's.
+    redone), which lie in `dropped` from then on. The caller has checked that the folder is the run's.
 
     Args:
         path: The `samples.jsonl` of the run; made when absent, from the packed one where that is there.
         run: Hash of the run, which seals the lines.
-        keys: The answers that the run asks for; a line of another one is dropped. None takes whatever there is.
+        keys: The answers of the run; a line of another one is dropped. None takes all.
         warn: Gets a sentence for each of the first few dropped lines, and one for the others.
 
     Raises:
@@ -136,7 +136,7 @@ class Journal:
         return True
 
     def clear(self) -> None:
-        """Forget every record, for a run that is to start again from nothing."""
+        """Remove every record, for a run that starts again from nothing."""
         os.ftruncate(self._descriptor, 0)
         os.fsync(self._descriptor)
         self.records = {}
@@ -167,10 +167,9 @@ class Journal:
 
 @contextlib.contextmanager
 def run_lock(folder: Path, *, wait: bool = False, say: Callable[[str], None] = lambda text: None) -> Iterator[None]:
-    """Hold a run's folder for this process, made when absent; the kernel lets go when the process dies, however it
-    dies.
+    """Lock a run's folder for this process, made when absent; the kernel releases the lock when the process dies.
 
-    What killed processes left half written in the folder is removed.
+    Partial files of killed processes in the folder are removed.
 
     Args:
         wait: Wait for the other process instead of refusing.
@@ -214,7 +213,7 @@ def run_lock(folder: Path, *, wait: bool = False, say: Callable[[str], None] = l
 
 
 def is_held(folder: Path) -> bool:
-    """Tell whether a process holds a run's folder with `run_lock`; the lock is not taken and nothing is changed."""
+    """True where a process holds a run's folder with `run_lock`; the lock is not taken and nothing is changed."""
     try:
         descriptor = os.open(folder / ".lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -229,7 +228,7 @@ def is_held(folder: Path) -> bool:
 
 
 def _open_lock(path: Path) -> int:
-    """The lock file, never what a link names, and nothing but a regular file; it is not changed here.
+    """Open the lock file: a regular file, never through a link; it is not changed.
 
     Locks of this kind belong to the open file, so the file is never removed: a second process would lock another file
     of the same name.
@@ -247,5 +246,5 @@ def _open_lock(path: Path) -> int:
 
 def _holder(descriptor: int) -> str | None:
     """The process that a lock file names, empty where none does; None where the file is no lock."""
-    found = HOLDER.fullmatch(os.pread(descriptor, 64, 0))
-    return None if found is None else found[1].decode("ascii")
+    match = HOLDER.fullmatch(os.pread(descriptor, 64, 0))
+    return None if match is None else match[1].decode("ascii")

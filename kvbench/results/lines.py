@@ -1,7 +1,4 @@
-"""The lines of a journal: read within bounds, a piece at a time, packed ones too.
-
-`kvbench.results.sample` knows what is on a line.
-"""
+"""Bounded, incremental reader of a journal's lines, packed ones too; `kvbench.results.sample` parses a line."""
 
 import lzma
 import os
@@ -22,7 +19,7 @@ UNPACKER_BYTES = 1 << 28  # of memory for the unpacker; `xz -9` needs a quarter
 
 
 def read_lines(pieces: Iterable[bytes], run: str, *, is_sealed: bool = True) -> Iterator[Line]:
-    """Go through the content of a journal, line by line, holding one line of it at a time.
+    """Iterate over the lines of a journal, with one line in memory at a time.
 
     Args:
         pieces: The content, wherever it is cut.
@@ -52,8 +49,7 @@ def read_lines(pieces: Iterable[bytes], run: str, *, is_sealed: bool = True) -> 
 
 
 def journal_lines(path: Path, run: str, *, is_sealed: bool = True) -> Iterator[Line]:
-    """Go through the lines of a journal, or of the packed one beside it where there is only that; none where there is
-    neither.
+    """Iterate over the lines of a journal, or of its packed copy where there is only that; none where there is neither.
 
     Runs that are kept for good may be packed: `xz samples.jsonl` makes `samples.jsonl.xz` of it, and `xz -d` undoes it.
     All streams of a packed one are read, as `xz -d` does.
@@ -103,7 +99,7 @@ def _pieces(file: IO[bytes]) -> Iterator[bytes]:
 
 
 def _unpacked(file: IO[bytes]) -> Iterator[bytes]:
-    """The content of a packed file, of which a few kilobytes could hold more than any memory."""
+    """Stream the content of a packed file, which may expand to more than the memory."""
     count = streams = 0
     rest = b""
     while rest or not streams:
@@ -125,10 +121,10 @@ def _unpacked(file: IO[bytes]) -> Iterator[bytes]:
 
 
 def _behind_padding(read: bytes, file: IO[bytes]) -> bytes:
-    """What follows a packed stream, behind the zeros that may stand there four by four; empty at the end of the file.
+    """Bytes after a packed stream and its zero padding (a multiple of four); empty at the end of the file.
 
     Args:
-        read: What was read already.
+        read: Bytes that were read already.
     """
     padding = 0
     while read or (read := file.read(PIECE_BYTES)):
@@ -149,13 +145,13 @@ def read_samples(path: Path, run: str, *, sealed: bool = False) -> tuple[dict[Ke
             of before there were seals, and its lines count as they are.
 
     Returns:
-        Records by sample and repeat, with what their token ids say in place of these, and the number of lines that do
+        Records by sample and repeat, with what their token ids say instead of these, and the number of lines that do
         not count.
 
     Raises:
         OSError: It is no regular file, cannot be read, or is no journal.
     """
-    found: dict[Key, SampleRecord] = {}
+    samples: dict[Key, SampleRecord] = {}
     loose: dict[Key, SampleRecord] = {}  # without a seal
     damaged = num_loose = 0
     for line in journal_lines(path, run, is_sealed=sealed):
@@ -166,5 +162,5 @@ def read_samples(path: Path, run: str, *, sealed: bool = False) -> tuple[dict[Ke
         num_loose += not line.is_sealed
         line.record["answer"] = answer_facts(line.record)
         line.record.pop("token_ids", None)
-        (found if line.is_sealed else loose).setdefault(key_of(line.record), line.record)
-    return (found, damaged + num_loose) if sealed else (loose, damaged)
+        (samples if line.is_sealed else loose).setdefault(key_of(line.record), line.record)
+    return (samples, damaged + num_loose) if sealed else (loose, damaged)

@@ -89,11 +89,11 @@ class Measure:
 
     @property
     def csv_name(self) -> str:
-        """What CSV files call it: the name in the record, and where it is of a part or a share, its own behind it."""
+        """Name in CSV files: the name in the record, followed by its own for a part or a share."""
         return f"{self.key}:{self.name}" if self.subsets or self.of else self.key
 
     def is_of(self, record: SampleRecord) -> bool:
-        """Whether a sample is of its subsets."""
+        """True for a sample of its subsets."""
         return not self.subsets or plain_subset(record["subset"]) in self.subsets
 
     @property
@@ -121,16 +121,16 @@ class Measure:
             return None
         part, name = self.in_run
         held = getattr(record, part)
-        found = held.get(name) if isinstance(held, dict) else getattr(held, name)
-        return found.value if isinstance(found, Estimate) else found
+        value = held.get(name) if isinstance(held, dict) else getattr(held, name)
+        return value.value if isinstance(value, Estimate) else value
 
 
 def at(record: SampleRecord, path: Path) -> float | None:
     """Follow keys to the number in a sample's record."""
-    found: Any = record  # a path may lead into any part
+    value: Any = record  # a path may lead into any part
     for key in path:
-        found = found[key]
-    return found
+        value = value[key]
+    return value
 
 
 # Of shares between 0 and 1, shown in points.
@@ -191,7 +191,7 @@ DP = _fidelity("dp", "change of the forced token's probability", "RMS dp", "dp_r
 TOP1 = _fidelity("top1", "same first choice as the full cache", "top 1", "top1_agreement", **_SHARE)
 FIDELITY = {measure.name: measure for measure in (NLL, KL, KL_NEW, KL_99, KL_999, KL_MAX, DP, TOP1)}
 
-# What the answers are like, whatever they score; found in their tokens as a journal is read.
+# Traits of the answers apart from their scores, computed from their tokens as a journal is read.
 LENGTH = Measure(
     name="tokens",
     title="tokens of an answer",
@@ -221,13 +221,13 @@ def _of_full(name: str, title: str, short: str) -> Measure:
     )
 
 
-# Cache bytes per sample, beside an FP16 full cache of the same tokens; `run.json` has NAME_bytes and NAME_ratio.
+# Cache bytes per sample, relative to an FP16 full cache of the same tokens; `run.json` has NAME_bytes and NAME_ratio.
 RESIDENT = _of_full("resident", "resident bytes at the end", "resident")
 AVERAGE = Measure(
     name="average",
     title="bytes averaged over the answer",
     short="average",
-    numerator=("ledger", "average_ratio"),  # every decode step beside the FP16 cache of that step
+    numerator=("ledger", "average_ratio"),  # every decode step relative to the FP16 cache of that step
     in_run=("ledger", "average_ratio"),
     unit=PERCENT_OF_FULL,
     scale=100.0,
@@ -236,7 +236,7 @@ PEAK = _of_full("peak", "bytes at the worst moment", "peak")
 BYTES = (RESIDENT, AVERAGE, PEAK)
 # Of prompts that were read in chunks.
 ONE_SHOT_PEAK = _of_full("one_shot_peak", "bytes at the worst moment, had prompts been read at once", "peak at once")
-# Of models that have layers of other kinds beside those on which a method acts.
+# Of models that have layers of other kinds than those on which a method acts.
 FULL_LAYERS = Measure(
     name="full_layers",
     title="bytes of the layers that see everything",
@@ -302,7 +302,7 @@ KEPT = Measure(
     scale=100.0,
 )
 COSTS = {measure.name: measure for measure in (*BYTES, TIME, KEPT)}  # what quality can be drawn against
-# The same where runs of several models stand together; `kvbench.evidence.together` adds it up.
+# The same where runs of several models stand together; `kvbench.evidence.model_pool` adds it up.
 TOTAL = Measure(
     name="total",
     title="bytes of weights and cache",

@@ -16,9 +16,9 @@ from kvbench.config.files import package_folder
 from kvbench.config.version import VERSION
 from kvbench.rules import modes
 
-# What an answer depends on, beside the task, the method and the backend that runs: these folders of kvbench/ ...
+# Code that an answer depends on, besides the task, the method and the active backend: these folders of kvbench/ ...
 ANSWER_FOLDERS = ("policy", "cache", "engine", "models", "runs")
-# ... and these parts of kernels/. The reference counts for every backend, which takes from it what it has not itself.
+# ... and these parts of kernels/. The reference counts for every backend, which uses it for missing operations.
 ANSWER_KERNELS = (
     *("codes.py", "format.py", "pool.py", "table.py", "memory.py", "backend.py", "operands.py"),
     "reference",
@@ -75,7 +75,7 @@ class Machine:
     recorded."""
 
     def differences(self, before: "Machine | None") -> list[str]:
-        """What differs from the machine of before and can move a number, with both values; nothing where that is
+        """Differences to the machine of before that can change a number, with both values; empty where that is
         unknown."""
         facts = {"device": "device", "host": "system", "num_threads": "threads", "torch_isa": "torch's instructions"}
         facts["modes"] = "modes of libraries"
@@ -93,18 +93,17 @@ def _said(value: object) -> str:
 def versions() -> Versions:
     """Read the installed versions without importing the libraries."""
 
-    def found(distribution: str) -> str:
+    def version_of(distribution: str) -> str:
         with suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(distribution)
         return ""
 
-    libraries = {name: found(name) for name in ("torch", "transformers", "lm_eval")}
+    libraries = {name: version_of(name) for name in ("torch", "transformers", "lm_eval")}
     return Versions(python=platform.python_version(), kvbench=VERSION, **libraries)
 
 
 def git_state() -> Git:
-    """Ask git about the repository kvbench runs from; a missing git, a wheel or a foreign repository give an empty
-    answer."""
+    """State of the repository that kvbench runs from; empty for a missing git, a wheel or a foreign repository."""
     root = package_folder().parent
 
     def ask(*arguments: str) -> str:
@@ -149,7 +148,7 @@ def machine(device: object, *others: object, processes: int = 1) -> Machine:
 
 
 def wait_policy() -> str:
-    """How threads wait for one another: OMP_WAIT_POLICY, and GOMP_SPINCOUNT where that is set."""
+    """Wait policy of OpenMP threads: OMP_WAIT_POLICY, and GOMP_SPINCOUNT where that is set."""
     turns = os.environ.get("GOMP_SPINCOUNT")
     return " ".join(filter(None, [os.environ.get("OMP_WAIT_POLICY"), turns and f"GOMP_SPINCOUNT={turns}"]))
 
@@ -158,16 +157,16 @@ def code_files(*backends: str) -> dict[str, Path]:
     """List the source files that decide an answer, whatever the task and the method, by name.
 
     A task counts its own files (`TaskSet.fingerprint`) and a method its own (`method_files`): a new one of either must
-    not make the stored runs of the others stale. What reads, shows or fetches changes no answer.
+    not make the stored runs of the others stale. Code that reads, shows or fetches changes no answer.
 
     Args:
         backends: Names of those whose kernels run, for the cache and for the model's own products.
     """
     package = package_folder()
     kernels = (package / "kernels").resolve()  # a link in a clone
-    own = (*ANSWER_KERNELS, *(BACKEND_FOLDERS.get(backend, backend) for backend in backends))
+    names = (*ANSWER_KERNELS, *(BACKEND_FOLDERS.get(backend, backend) for backend in backends))
     roots = {f"kvbench/{name}": package / name for name in ANSWER_FOLDERS}
-    roots |= {f"kernels/{name}": kernels / name for name in own}
+    roots |= {f"kernels/{name}": kernels / name for name in names}
     return {
         (name if path == root else f"{name}/{path.relative_to(root)}"): path
         for name, root in roots.items()
@@ -187,5 +186,5 @@ def method_files(policy_class: type) -> dict[str, Path]:
 
     The rest of kvbench counts for every method.
     """
-    own = policy_class.__module__
-    return users_files({cls.__module__ for cls in policy_class.__mro__}, room="kvbench.methods", own=own)
+    module = policy_class.__module__
+    return users_files({cls.__module__ for cls in policy_class.__mro__}, room="kvbench.methods", included=module)

@@ -89,7 +89,7 @@ class Counts:
     total: int = 0
     """Answers the run consists of."""
     samples: int | None = None
-    """Prompts the run consists of; None in records of before, of which `RunRecord.num_asked` knows it."""
+    """Prompts the run consists of; None in older records, of which `RunRecord.num_prompts` knows it."""
     done: int = 0
     """Answers in the journal, of any status."""
     ok: int = 0
@@ -195,7 +195,7 @@ class RunRecord:
     status: typing.Literal["running", "stopped", "complete", "failed"] = "running"
     """`running` (also after a kill), `stopped` (by a signal that can be answered), `complete`, or `failed`."""
     message: str = ""
-    """Why it failed, or which signal stopped it."""
+    """Error or signal that ended it."""
     remark: str = ""
     """A word of the method on its work that readers should know, such as the share that a threshold kept."""
     task: str = ""
@@ -207,7 +207,7 @@ class RunRecord:
     model_remark: str = ""
     """A wish for the model that could not be had, such as matrices packed for another processor; empty without one."""
     weights_bytes: int | None = None
-    """Bytes of the model's weights as they were loaded; None where that is not known, and in records of before."""
+    """Bytes of the model's weights as they were loaded; None where that is not known, and in older records."""
     prompt_only: bool = False
     """The method keeps whatever follows the prompt whole."""
     experiment: str = ""
@@ -215,9 +215,9 @@ class RunRecord:
     hash: str = ""
     """SHA-256 over `identity`; its first digits name the folder."""
     sealed: bool = False
-    """Every line of `samples.jsonl` has a seal, so that one without does not count; False in records of before."""
+    """Every line of `samples.jsonl` has a seal, so that one without does not count; False in older records."""
     revision: int = 0
-    """Of the code that began it: which faults were mended (`kvbench.results.faults`); 0 in records of before."""
+    """Of the code that began it: which faults were mended (`kvbench.results.faults`); 0 in older records."""
     identity: dict = field(default_factory=dict)
     """Everything that can change an answer; compare two of these to see why two runs are not the same run."""
     protocol: dict = field(default_factory=dict)
@@ -228,10 +228,10 @@ class RunRecord:
     """Operations that plain torch did because the backend has no kernel for them; speed is no claim where there are
     any."""
     backend_decode: list[str] = field(default_factory=list)
-    """What made the attention of decode steps, where the backend has a choice: cuda, triton or torch, and behind a
-    colon why it was not what `backend.decode` says; empty elsewhere, and in records of before."""
+    """Attention kernel of decode steps, where the backend has a choice: cuda, triton or torch, and behind a
+    colon why it was not what `backend.decode` says; empty elsewhere, and in older records."""
     graphs: dict[str, int] = field(default_factory=dict)
-    """Decode steps of the last session that made any: `replayed` from a CUDA graph, `eager_in_runs` beside them, and
+    """Decode steps of the last session that made any: `replayed` from a CUDA graph, `eager_in_runs` between them, and
     `one_at_a_time`, for which the host waits; `captures`, and `failed_captures`, after one of which no graphs are used.
     Empty where none are from the beginning, as on a CPU."""
     seed: int = 0
@@ -283,9 +283,11 @@ class RunRecord:
 
     @property
     def contradiction(self) -> str:
-        """Where its claims on what it is and on its metrics contradict its identity or the task's declaration; else
-        empty."""
-        task, method = (found if isinstance(found := self.identity.get(part), dict) else {} for part in _SETTINGS)
+        """Contradictions between its claims (task, metrics) and its identity or the task's declaration; empty without
+        any."""
+        task, method = (
+            part_settings if isinstance(part_settings := self.identity.get(part), dict) else {} for part in _SETTINGS
+        )
         name, posed = task.get("name", self.task), task.get("protocol")
         claims: dict[str, tuple[typing.Any, typing.Any]] = {"task": (self.task, name)}
         claims |= {
@@ -315,16 +317,16 @@ class RunRecord:
         return each if type(each) is int and each >= 1 else None
 
     @property
-    def num_asked(self) -> int | None:
+    def num_prompts(self) -> int | None:
         """Samples that the run consists of, answered or not; None where the record does not say."""
         each, metric = self.answers_each, self.metrics.get(self.primary)
         if self.counts.samples is not None or each is None:
             return self.counts.samples
-        asked, rest = divmod(self.counts.total, each)
-        return None if rest or not asked or (metric is not None and metric.num_samples > asked) else asked
+        count, rest = divmod(self.counts.total, each)
+        return None if rest or not count or (metric is not None and metric.num_samples > count) else count
 
     def note_backend(self, fallbacks: Iterable[str], graphs: dict[str, int], decodes: Iterable[str]) -> None:
-        """Add what the backend of one session did; a run that goes on keeps what its earlier sessions named."""
+        """Merge the backend facts of one session with those of earlier sessions."""
         self.backend_fallbacks = sorted({*self.backend_fallbacks, *fallbacks})
         self.backend_decode = sorted({*self.backend_decode, *decodes})
         self.graphs = graphs or self.graphs

@@ -1,9 +1,10 @@
 """The record of one sample: a line of `samples.jsonl`, how it is made, and how it is read.
 
 A line is bound to its run by a seal, a digest over the run's hash and the rest of the line. It finds accidents and
-mix-ups: a line that was edited, or that another run wrote. It is no signature: who wants to forge a line can.
+mix-ups: a line that was edited, or that another run wrote. It is no signature and
+prevents no forgery.
 
-`kvbench.results.journal` decides when a line is written; nothing else knows what is on it.
+`kvbench.results.journal` decides when a line is written; the format of a line is defined here alone.
 """
 
 import hashlib
@@ -21,7 +22,7 @@ from kvbench.stats.repetition import ends_in_loop
 Key = tuple[str, int]  # which sample, which of its answers
 SEAL_DIGITS = 16
 TAIL_LENGTH = 200  # characters
-TAIL_TOKENS = 256  # tokens that are decoded for them: a token is a character at least, but for parts of one
+TAIL_TOKENS = 256  # tokens that are decoded for them: a token is a character at least, except for parts of one
 LONGEST_LINE = 1 << 26  # bytes; the longest answers need a hundredth
 SHARES = {"top1_agreement", "gold_argmax_share", "gold_exact", "dp_rms"}  # of the fidelity
 ROUNDING = 1e-9  # by which a mean of shares may exceed them
@@ -67,7 +68,7 @@ class TurnRecord(TypedDict):
     token_ids: list[int]
     """Its tokens."""
     finish: str
-    """Why it ended."""
+    """Reason of its end."""
     gold: list[str]
     """The right answers to it."""
     resident_bytes: int
@@ -101,25 +102,25 @@ class SampleRecord(TypedDict):
     answer: NotRequired[dict[str, float]]
     """Never on a line: what `read_samples` found in the tokens that it leaves out (`answer_facts`)."""
     finish: str
-    """Why the answer ended: `stop`, `eos`, `length`, or `none` without an answer."""
+    """Reason of the answer's end: `stop`, `eos`, `length`, or `none` without an answer."""
     first_end: NotRequired[int | None]
     """Tokens before the answer first wanted to end, where the task made it go on (`min_new_tokens`); None where it did
-    not want to. Not in journals of before."""
+    not want to. Not in older journals."""
     turns: NotRequired[list[TurnRecord]]
     """Of a conversation, the answers before the last one. The ledger is the last one's; its averages are over all."""
     gold: NotRequired[list[str]]
-    """The right answers, as the task has them; empty where it has none. Not in journals of before."""
+    """The right answers, as the task has them; empty where it has none. Not in older journals."""
     prompt: NotRequired[Prompt]
-    """The question; `kvbench show` makes the whole of it again. Not in journals of before."""
+    """The question; `kvbench show` makes the whole of it again. Not in older journals."""
     scores: dict[str, float | None]
     """Name of a metric -> score in [0, 1]; empty when the status is not ok."""
     flags: NotRequired[list[Literal["fallback", "out_of_time", "several"]]]
-    """How the scores came about, where it is not the usual way. `fallback`: the answer marks nothing as its final
+    """Unusual ways of grading. `fallback`: the answer marks nothing as its final
     answer, and its last number (or last mathematics) was graded. `out_of_time`: it could not be judged in time, while
     the right answer can, and counts as wrong. `several`: it marks several unlike numbers as its answer, of which the
-    task's form takes the first or the last. Absent without any, and in journals of before."""
+    task's form takes the first or the last. Absent without any, and in older journals."""
     fidelity: dict[str, float | None] | None
-    """Teacher forcing on the gold answer, or on the full cache's own (`fidelity.on`), beside the full cache; None
+    """Teacher forcing on the gold answer, or on the full cache's own (`fidelity.on`), against the full cache; None
     without such an answer or when the status is not ok. `nll`, `nll_full`, `kl_mean`, `kl_99`, `kl_999`, `kl_max` (nats
     per token), `dp_rms` (root mean square of what the probability of the forced token changed by), `top1_agreement`,
     `gold_argmax_share` (shares), all over the same `num_measured` tokens: those that were predicted from the compressed
@@ -132,7 +133,7 @@ class SampleRecord(TypedDict):
     of `nll`, `nll_full` and `kl` over the `tokens` of each bin, and how many had the `same_first_choice`."""
     per_token: NotRequired[dict[str, list[float]] | None]
     """The same token by token, with `fidelity.per_token`: `nll`, `nll_full`, `kl`, `same_first_choice`,
-    `right_first_choice`, `copied` (not in journals of before), each from the first token on, and `exact`, how many at
+    `right_first_choice`, `copied` (not in older journals), each from the first token on, and `exact`, how many at
     the beginning the means leave out."""
     choices: NotRequired[list[dict[str, float | bool]]]
     """One entry for each continuation that the task asked about: `loglikelihood` (nats), `greedy` (every token was the
@@ -158,7 +159,7 @@ class SampleRecord(TypedDict):
     nan_layer: int | None
     """First layer whose attention output was not finite; -1: the logits only; None unless the status is `nan`."""
     message: str
-    """Why the status is not ok, for people; else empty."""
+    """Readable reason of a status other than ok; else empty."""
     protocol: dict[str, Any]
     """Every choice of how the task is posed and scored."""
     meta: dict[str, Any]
@@ -254,7 +255,7 @@ class Line:
     is_sealed: bool = True
     """The record had a seal."""
     fault: str = ""
-    """Why it does not count: `torn line`, ..."""
+    """Reason why it does not count: `torn line`, ..."""
 
 
 def read_line(line: bytes, run: str, *, is_sealed: bool = True) -> Line:
@@ -264,16 +265,16 @@ def read_line(line: bytes, run: str, *, is_sealed: bool = True) -> Line:
     try:
         record = read_json(line)
         _check(record)
-        found = record.pop("seal", None)
-        if found is None and is_sealed:
+        seal = record.pop("seal", None)
+        if seal is None and is_sealed:
             return Line(content=line, record=None, is_sealed=False, fault="line without a seal")
-        if found is not None and found != seal_of(record, run):
+        if seal is not None and seal != seal_of(record, run):
             return Line(content=line, record=None, fault="edited line, or line of another run,")
     except (Misfit, RecursionError) as error:
         return Line(content=line, record=None, fault=f"line that is no record ({_short(error)})")
     except ValueError:
         return Line(content=line, record=None, fault="unreadable line")
-    return Line(content=line, record=record, is_sealed=found is not None)
+    return Line(content=line, record=record, is_sealed=seal is not None)
 
 
 def _short(error: BaseException) -> str:
@@ -282,7 +283,7 @@ def _short(error: BaseException) -> str:
 
 
 def _check(record: Any) -> None:
-    """Raise Misfit for what is no whole record, or has a number that cannot be."""
+    """Raise Misfit for an incomplete record, or one with an impossible number."""
     parse(record, SampleRecord)
     check_scores(record["scores"])
     shares = record["fidelity"] or {}
@@ -299,7 +300,7 @@ def _check(record: Any) -> None:
 
 
 def check_scores(scores: Mapping[str, float | None]) -> None:
-    """Refuse a score outside [0, 1]; one that is not finite is another matter.
+    """Refuse a score outside [0, 1]; non-finite ones are handled elsewhere.
 
     Raises:
         ValueError: Names the score.
@@ -309,10 +310,10 @@ def check_scores(scores: Mapping[str, float | None]) -> None:
 
 
 def _ledgers(record: SampleRecord) -> Iterator[tuple[str, Mapping[str, float]]]:
-    """The bytes of a record by their place: at its end, and at the end of each answer of a conversation."""
+    """The bytes of a record by location: at its end, and at the end of each answer of a conversation."""
     yield "ledger", record["ledger"]
-    for place, turn in enumerate(record.get("turns", ())):
-        yield f"turns[{place}]", {name: turn[name] for name in ("resident_bytes", "fp16_bytes")}
+    for index, turn in enumerate(record.get("turns", ())):
+        yield f"turns[{index}]", {name: turn[name] for name in ("resident_bytes", "fp16_bytes")}
 
 
 def _check_range(where: str, value: float | None, most: float = math.inf) -> None:
@@ -324,12 +325,12 @@ def _check_range(where: str, value: float | None, most: float = math.inf) -> Non
 
 
 def answer_facts(record: SampleRecord) -> dict[str, float]:
-    """What an answer's tokens say, those of a conversation together: `tokens`, how many there are, and `loops`, the
-    share of the answers that end in a loop. Empty where there is no answer, or its tokens are not told."""
-    told = [*record.get("turns", ()), record]
-    if record["finish"] == "none" or not all("token_ids" in each for each in told):
+    """Facts of an answer's tokens, of a conversation's in sum: `tokens`, their number, and `loops`, the share of
+    answers that end in a loop. Empty where there is no answer, or its tokens are not stored."""
+    parts = [*record.get("turns", ()), record]
+    if record["finish"] == "none" or not all("token_ids" in each for each in parts):
         return {}
-    ids = [each["token_ids"] for each in told]
+    ids = [each["token_ids"] for each in parts]
     return {"tokens": float(sum(map(len, ids))), "loops": sum(map(ends_in_loop, ids)) / len(ids)}
 
 

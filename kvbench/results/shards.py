@@ -7,14 +7,14 @@ results/<task>/<model>/<method>/<hash>/.shards/<i>-of-<n>/
 results/<task>/<model>/<method>/<hash>/.shards/<name>.<8 hex digits>/
     samples.jsonl, run.json   the same of a worker that was given items of a manifest (`runs/worker.py`), without a lock
 
-Which shard a sample was in is no part of what the run is. Whoever holds the run's lock takes over what the shards
-finished that nobody works on: a sample is on the disk in the run's journal before it goes from the shard's. A process
-that was killed thus loses nothing, whether its command is given again or not.
+The shard of a sample is not part of a run's identity. The process that holds the run's lock takes over finished samples
+of shards that no process works on: a sample is in the run's journal on disk before it leaves the shard's. A killed
+process thus loses nothing, whether its command is repeated or not.
 
-No two workers have one name, so each file has one writer. Nobody can tell whether a worker lives: its files are read
-and never changed, and they go when the run is complete.
+Worker names are unique, so each file has one writer. Whether a worker is alive cannot be determined: its files are read
+and never changed, and removed when the run is complete.
 
-What counts of a part are the lines that the run's hash seals. A `run.json` of it that cannot be read, as after a damage
+Only lines of a part that the run's hash seals count. A `run.json` of it that cannot be read, as after a damage
 of the disk, is moved to `run.unreadable.json`; lines that do not count stay in `samples.dropped.jsonl`.
 """
 
@@ -58,10 +58,10 @@ class Shard:
         """Read the setting: text such as `2/4`, or None for a run that is not split."""
         if value is None:
             return None
-        found = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", value) if isinstance(value, str) else None
-        if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", value) if isinstance(value, str) else None
+        if match is None or not 1 <= int(match[1]) <= int(match[2]):
             raise ValueError(f"shard={value} is no part of a run; write i/n, from 1/n to n/n, for example shard=2/4")
-        return cls(int(found[2]), int(found[1]))
+        return cls(int(match[2]), int(match[1]))
 
     def __str__(self) -> str:
         return f"{self.number}/{self.of}"
@@ -76,34 +76,34 @@ class Shard:
         return [item for start in starts for item in items[start : start + size]]
 
 
-def found_in(run: Path) -> dict[Shard, Path]:
+def shards_in(run: Path) -> dict[Shard, Path]:
     """The shards of a run that were begun, and their folders."""
     result = {}
-    for place in (run / FOLDER).glob("*-of-*"):
+    for part in (run / FOLDER).glob("*-of-*"):
         with suppress(ValueError):
-            shard = Shard.read(place.name.replace("-of-", "/"))
+            shard = Shard.read(part.name.replace("-of-", "/"))
             if shard is not None:
-                result[shard] = place
+                result[shard] = part
     return dict(sorted(result.items()))
 
 
 def workers_in(run: Path) -> list[Path]:
     """The folders of workers that had items of a run."""
-    return sorted(place for place in (run / FOLDER).glob("*") if WORKER.fullmatch(place.name))
+    return sorted(part for part in (run / FOLDER).glob("*") if WORKER.fullmatch(part.name))
 
 
 def of_workers(results_dir: Path) -> Counter[str]:
-    """Count what each worker has finished of runs that are not complete."""
-    found: Counter[str] = Counter()
+    """Count the finished answers of each worker in runs that are not complete."""
+    counts: Counter[str] = Counter()
     for run in results_dir.glob("*/*/*/*"):
-        for place in workers_in(run):
-            with suppress(OSError), open_regular(place / SAMPLES) as file:
-                found[place.name] += sum(1 for _ in file)
-    return found
+        for part in workers_in(run):
+            with suppress(OSError), open_regular(part / SAMPLES) as file:
+                counts[part.name] += sum(1 for _ in file)
+    return counts
 
 
 def finished(run: Path, digest: str, keys: Container[Key]) -> dict[Key, SampleRecord]:
-    """Read which answers of a run anybody has finished, whoever may be writing meanwhile.
+    """Read the finished answers of a run from all its journals, also while others write to them.
 
     Args:
         digest: Hash of the run, which seals the lines.
@@ -112,22 +112,22 @@ def finished(run: Path, digest: str, keys: Container[Key]) -> dict[Key, SampleRe
     Raises:
         OSError: A journal is no regular file, or cannot be read.
     """
-    found: dict[Key, SampleRecord] = {}
+    samples: dict[Key, SampleRecord] = {}
     for path in (run / SAMPLES, *sorted((run / FOLDER).glob(f"*/{SAMPLES}"))):
         for line in journal_lines(path, digest):
             if line.record is not None and key_of(line.record) in keys:
-                found.setdefault(key_of(line.record), line.record)
-    return found
+                samples.setdefault(key_of(line.record), line.record)
+    return samples
 
 
 def at_work(run: Path) -> list[Shard]:
     """The shards of a run that processes work on."""
-    return [shard for shard, place in found_in(run).items() if is_held(place)]
+    return [shard for shard, part in shards_in(run).items() if is_held(part)]
 
 
 @contextmanager
 def whole_run_lock(run: Path, say: Callable[[str], None], *, wait: bool = True) -> Iterator[None]:
-    """Hold a run's folder when nobody works on a shard of it; wait for that, or raise RunLocked."""
+    """Lock a run's folder once no process works on a shard of it; wait for that, or raise RunLocked."""
     said = False
     while True:
         with run_lock(run, wait=wait, say=say):
@@ -153,96 +153,96 @@ def check_parts(run: Path, digest: str) -> None:
     Raises:
         ValueError: The record of a part names another run.
     """
-    for place in [*found_in(run).values(), *workers_in(run)]:
+    for part in [*shards_in(run).values(), *workers_in(run)]:
         with suppress(UnreadableRecord):
-            own = RunRecord.load(place)
-            if own is not None and own.hash and own.hash != digest:
-                raise ValueError(f"{place} holds a part of another run; move it away, or use another results_dir")
+            part_record = RunRecord.load(part)
+            if part_record is not None and part_record.hash and part_record.hash != digest:
+                raise ValueError(f"{part} holds a part of another run; move it away, or use another results_dir")
 
 
-def load_record(place: Path, say: Callable[[str], None]) -> RunRecord | None:
-    """The record of a part whose lock is held; one that cannot be read is moved aside, and None as an absent one."""
+def load_record(part: Path, say: Callable[[str], None]) -> RunRecord | None:
+    """Load the record of a part whose lock is held; an unreadable one is moved aside and, as an absent one, None."""
     try:
-        return RunRecord.load(place)
+        return RunRecord.load(part)
     except UnreadableRecord as error:
         say(f"{str(error).partition('; ')[0]}: it is moved to {UNREADABLE}, and the samples beside it count")
-        _set_aside(place)
+        _set_aside(part)
         return None
 
 
-def _set_aside(place: Path) -> None:
-    number, target = 1, place / UNREADABLE
+def _set_aside(part: Path) -> None:
+    number, target = 1, part / UNREADABLE
     while os.path.lexists(target):
         number += 1
-        target = place / UNREADABLE.replace(".json", f".{number}.json")
+        target = part / UNREADABLE.replace(".json", f".{number}.json")
     try:
-        os.rename(place / RECORD, target)
-        durable.sync(place)
+        os.rename(part / RECORD, target)
+        durable.sync(part)
     except OSError as error:
         raise write_error(target, error) from error
 
 
 def take_over(run: Path, journal: Journal, record: RunRecord, say: Callable[[str], None]) -> None:
-    """Add to a run what its shards finished that nobody works on."""
-    for place in found_in(run).values():
-        with suppress(RunLocked), run_lock(place):
-            take(place, journal, record, say)
-    for place in workers_in(run):
-        _take_of_worker(place, journal, record, say)
+    """Add to a run the finished samples of its shards that no process works on."""
+    for part in shards_in(run).values():
+        with suppress(RunLocked), run_lock(part):
+            take(part, journal, record, say)
+    for part in workers_in(run):
+        _take_of_worker(part, journal, record, say)
 
 
-def _take_of_worker(place: Path, journal: Journal, record: RunRecord, say: Callable[[str], None]) -> None:
-    """Add to a run what a worker, which may live, has finished so far."""
+def _take_of_worker(part: Path, journal: Journal, record: RunRecord, say: Callable[[str], None]) -> None:
+    """Add to a run the finished samples of a worker, which may still be alive."""
     try:
-        own = RunRecord.load(place)
+        part_record = RunRecord.load(part)
     except UnreadableRecord as error:
         say(f"{str(error).partition('; ')[0]}: the samples beside it count")
-        own = None
-    if own is not None:
-        others = [session for session in record.sessions if session.worker != place.name]
-        record.sessions = sorted([*others, *own.sessions], key=lambda session: session.started)
-        record.note_backend(own.backend_fallbacks, own.graphs, own.backend_decode)
+        part_record = None
+    if part_record is not None:
+        others = [session for session in record.sessions if session.worker != part.name]
+        record.sessions = sorted([*others, *part_record.sessions], key=lambda session: session.started)
+        record.note_backend(part_record.backend_fallbacks, part_record.graphs, part_record.backend_decode)
     try:
-        for line in journal_lines(place / SAMPLES, journal.run):
+        for line in journal_lines(part / SAMPLES, journal.run):
             if line.record is not None and (journal.keys is None or key_of(line.record) in journal.keys):
                 journal.append(line.record)
     except OSError as error:
-        raise write_error(place / SAMPLES, error) from error
+        raise write_error(part / SAMPLES, error) from error
 
 
-def take(place: Path, journal: Journal, record: RunRecord, say: Callable[[str], None]) -> None:
-    """Add to a run what one shard finished. The caller holds the locks of the run and of the shard."""
-    own = load_record(place, say)
-    if own is not None:
-        record.sessions += [session for session in own.sessions if session not in record.sessions]
+def take(part: Path, journal: Journal, record: RunRecord, say: Callable[[str], None]) -> None:
+    """Add to a run the finished samples of one shard. The caller holds the locks of the run and of the shard."""
+    part_record = load_record(part, say)
+    if part_record is not None:
+        record.sessions += [session for session in part_record.sessions if session not in record.sessions]
         record.sessions.sort(key=lambda session: session.started)
-        record.note_backend(own.backend_fallbacks, own.graphs, own.backend_decode)
-    if not (place / SAMPLES).exists():
+        record.note_backend(part_record.backend_fallbacks, part_record.graphs, part_record.backend_decode)
+    if not (part / SAMPLES).exists():
         return
-    with closing(Journal(place / SAMPLES, run=journal.run, keys=journal.keys, warn=say)) as shard:
+    with closing(Journal(part / SAMPLES, run=journal.run, keys=journal.keys, warn=say)) as shard:
         taken = sum([journal.append(item) for item in shard.records.values()])
         record.counts.damaged += shard.damaged
-        if own is not None and taken:
-            own.counts.done += taken
-            own.save(place)
+        if part_record is not None and taken:
+            part_record.counts.done += taken
+            part_record.save(part)
         shard.clear()
 
 
 def clear(run: Path, journal: Journal | None = None) -> None:
-    """Remove what the shards of a run left. The caller holds the run's lock, and no shard is at work.
+    """Remove the files of a run's shards. The caller holds the run's lock, and no shard is at work.
 
     Args:
         journal: The run's, which has what they finished: their lines that do not count, and records that cannot be
             read, are moved aside. None where the run starts again from nothing, and forgets all of it.
     """
     workers = workers_in(run)
-    for place in [*found_in(run).values(), *workers]:
+    for part in [*shards_in(run).values(), *workers]:
         if journal is not None:
-            load_record(place, lambda text: None)
-            if os.path.lexists(place / SAMPLES):
-                Journal(place / SAMPLES, run=journal.run, keys=journal.keys).close()
+            load_record(part, lambda text: None)
+            if os.path.lexists(part / SAMPLES):
+                Journal(part / SAMPLES, run=journal.run, keys=journal.keys).close()
         for name in (SAMPLES, RECORD):
-            (place / name).unlink(missing_ok=True)
-    for place in workers:
+            (part / name).unlink(missing_ok=True)
+    for part in workers:
         with suppress(OSError):  # a file of a writer that was killed, or what was moved aside
-            place.rmdir()
+            part.rmdir()

@@ -31,7 +31,7 @@ def values_by_sample(
     Returns:
         Subset -> sample id -> value, and how many answers were not finite.
     """
-    found: dict[str, dict[str, list[float]]] = {}
+    by_subset: dict[str, dict[str, list[float]]] = {}
     num_nonfinite = 0
     for record in records:
         if record["status"] != "ok":
@@ -43,10 +43,10 @@ def values_by_sample(
         if value is None:
             num_nonfinite += 1
         else:
-            found.setdefault(record["subset"], {}).setdefault(record["sample_id"], []).append(float(value))
+            by_subset.setdefault(record["subset"], {}).setdefault(record["sample_id"], []).append(float(value))
     means = {
         subset: {sample: sum(values) / len(values) for sample, values in samples.items()}
-        for subset, samples in found.items()
+        for subset, samples in by_subset.items()
     }
     return means, num_nonfinite
 
@@ -90,18 +90,18 @@ def fidelity(records: Sequence[SampleRecord], weighting: Weighting = "subset") -
 
 def drift(records: Sequence[SampleRecord]) -> list[DriftBin]:
     """Fidelity along the answers, in every bin that a token of some answer is in; in a bin every token counts alike."""
-    found = [
+    curves = [
         one for record in records if record["status"] == "ok" and record["repeat"] == 0 and (one := record.get("drift"))
     ]
     bins = []
-    for place, first in enumerate(BINS):
-        here = [one for one in found if len(one["tokens"]) > place and one["tokens"][place]]
-        tokens = sum(one["tokens"][place] for one in here)
+    for index, first in enumerate(BINS):
+        here = [one for one in curves if len(one["tokens"]) > index and one["tokens"][index]]
+        tokens = sum(one["tokens"][index] for one in here)
         if not tokens:
             continue
-        last = BINS[place + 1] - 1 if place + 1 < len(BINS) else None
+        last = BINS[index + 1] - 1 if index + 1 < len(BINS) else None
         names = {"nll": "nll", "nll_full": "nll_full", "kl": "kl", "top1": "same_first_choice"}
-        means = {name: sum(one[key][place] for one in here) / tokens for name, key in names.items()}
+        means = {name: sum(one[key][index] for one in here) / tokens for name, key in names.items()}
         bins.append(DriftBin(first=first, last=last, num_tokens=int(tokens), num_samples=len(here), **means))
     return bins
 
@@ -134,10 +134,10 @@ def compare(
 
 def flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """The values of a nested dict under dotted names."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for key, value in nested.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return found
+        result |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return result
 
 
 def flatten(record: Mapping[str, Any]) -> dict[str, float]:
@@ -182,7 +182,7 @@ def sums(records: Iterable[SampleRecord], measure: Measure) -> tuple[float, floa
 
 
 def timing(records: Sequence[SampleRecord], wall_s: float) -> Timing:
-    """Speed over the records that ended well, beside the seconds spent on samples over all sessions."""
+    """Speed over the records that ended well, and the seconds spent on samples over all sessions."""
     ok = [record for record in records if record["status"] == "ok"]
     prefill, probe = _known(ok, PREFILL.above), _known(ok, lambda record: record["timing"]["probe_s"])
     tokens, seconds = sums(records, RATE)
@@ -197,12 +197,12 @@ def timing(records: Sequence[SampleRecord], wall_s: float) -> Timing:
 
 def _known(records: Iterable[SampleRecord], pick: Callable[[SampleRecord], float | None]) -> list[float]:
     """The numbers of the records that have one."""
-    found = []
+    values = []
     for record in records:
         try:
             value = pick(record)
         except (KeyError, TypeError):
             continue
         if value is not None:
-            found.append(value)
-    return found
+            values.append(value)
+    return values

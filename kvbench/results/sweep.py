@@ -1,4 +1,4 @@
-"""The records of a sweep beside its runs: which jobs it has, how each ended, and a log with time stamps.
+"""Records of a sweep, stored next to its runs: its jobs, the outcome of each, and a log with time stamps.
 
 results/.multirun/<start>-<process>/
     sweep.json      `SweepRecord` below
@@ -49,7 +49,7 @@ class JobRecord:
     """Exit code: 0 done, 1 the run failed, 2 it cannot be carried out, 128 + n stopped by signal n; None before the
     end."""
     message: str = ""
-    """Why it failed."""
+    """Error that ended it."""
     run: str = ""
     """Folder of its run, relative to the results folder; empty where there is none."""
     reference: str = ""
@@ -89,8 +89,8 @@ class Sweep:
         """Make the folder of a new sweep."""
         folder = results_dir / FOLDER / f"{datetime.now():%Y-%m-%d_%H-%M-%S.%f}-{os.getpid()}"
         for old in (results_dir / FOLDER).glob("*"):  # sweeps that were killed; this one has another folder
-            for place in (old, *old.glob("*")):
-                remove_litter(place)
+            for directory in (old, *old.glob("*")):
+                remove_litter(directory)
         durable.make_folder(folder)
         record = SweepRecord(command=command, started=now(), launcher=launcher, jobs=list(jobs), **_here())
         write_record(folder / "sweep.json", record)
@@ -112,16 +112,16 @@ class Sweep:
 
     @contextmanager
     def job(self, number: int, host: str = "", process: int = 0) -> Iterator[JobRecord]:
-        """Hold a job's folder while it works; what the block writes into the record is saved at its end, however it
-        ends.
+        """Lock a job's folder while it works; changes of the record in the block are saved at its end, also after an
+        error.
 
         Args:
             host, process: Where it works; here, where nothing is said.
         """
         folder = self.folder / f"{number:04d}"
         with run_lock(folder):
-            place = {"host": host, "process": process} if process else _here()
-            record = JobRecord(number=number, started=now(), **place)
+            worker = {"host": host, "process": process} if process else _here()
+            record = JobRecord(number=number, started=now(), **worker)
             write_record(folder / "job.json", record)
             start = datetime.now()
             try:
@@ -132,17 +132,17 @@ class Sweep:
 
     def jobs(self) -> dict[int, JobRecord]:
         """The jobs that were begun, by number; a file that cannot be read counts as not begun."""
-        found = {}
+        records = {}
         for path in sorted(self.folder.glob("*/job[.]json")):
             try:
                 record = _load(path, JobRecord)
             except (ValueError, OSError):
                 continue
-            found[record.number] = record
-        return found
+            records[record.number] = record
+        return records
 
     def states(self) -> dict[int, State]:
-        """Tell how every job stands. `lost`: it was begun and its process is gone without an ending, as after a
+        """State of every job. `lost`: it was begun and its process is gone without an ending, as after a
         kill."""
         begun = self.jobs()
         numbers = sorted({*range(1, len(self.record().jobs) + 1), *begun})
@@ -174,15 +174,15 @@ def sweeps(results_dir: Path) -> list[Sweep]:
     return [Sweep(path.parent) for path in sorted((results_dir / FOLDER).glob("*/sweep[.]json"))]
 
 
-def own_sweep(results_dir: Path) -> Sweep:
-    """The last sweep that this process started below a folder; of others, which may have started meanwhile, or whose
-    record is damaged, nothing is needed."""
-    found, here = [], _here()
+def process_sweep(results_dir: Path) -> Sweep:
+    """The last sweep that this process started below a folder; sweeps of other processes and damaged records are
+    skipped."""
+    matching, here = [], _here()
     for one in sweeps(results_dir):
         with suppress(ValueError, OSError):
             record = one.record()
-            found += [one] if {"host": record.host, "process": record.process} == here else []
-    return found[-1]
+            matching += [one] if {"host": record.host, "process": record.process} == here else []
+    return matching[-1]
 
 
 def _here() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Checks that JSON has the types that a dataclass or a TypedDict declares. What lies on a disk may be anybody's."""
+"""Check that JSON has the types that a dataclass or a TypedDict declares: files on disk are untrusted."""
 
 import dataclasses
 import functools
@@ -15,14 +15,14 @@ Reader = Callable[[Any], Any]
 
 
 class Misfit(ValueError):
-    """A value is not what its place is declared to hold."""
+    """A value does not have its declared type."""
 
 
-class _Found(Exception):
-    """A misfit while its place is still being put together, from the inside out."""
+class _Mismatch(Exception):
+    """A misfit whose path is still being assembled, from the innermost key outwards."""
 
-    def __init__(self, what: str, place: str = "") -> None:
-        self.what, self.place = what, place
+    def __init__(self, what: str, path: str = "") -> None:
+        self.what, self.path = what, path
 
 
 def read_json(content: bytes) -> Any:
@@ -51,15 +51,15 @@ def parse(value: Any, kind: Any, where: str = "", *, null_numbers: bool = False)
     """
     try:
         return _reader(kind, null_numbers)(value)
-    except _Found as found:
-        place = f"{where}{found.place}" if where else found.place.removeprefix(".")
+    except _Mismatch as error:
+        path = f"{where}{error.path}" if where else error.path.removeprefix(".")
         whole = "the file" if dataclasses.is_dataclass(kind) else "the line"
-        raise Misfit(f"{place or whole} {found.what}") from None
+        raise Misfit(f"{path or whole} {error.what}") from None
 
 
 @functools.cache
 def _reader(kind: Any, null_numbers: bool) -> Reader:
-    """What checks a value against a hint, made once per hint: a journal has a hundred values in each of its lines."""
+    """Checker of a value against a type hint, cached per hint: a line of a journal has a hundred values."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
         return _any
@@ -80,19 +80,19 @@ def _reader(kind: Any, null_numbers: bool) -> Reader:
 
 
 def _any(value: Any) -> Any:
-    """Refuse what is nested so deeply that printing or comparing it might fail."""
+    """Refuse values nested so deeply that printing or comparing them might fail."""
     level: list[Any] = [[value]]
     for _ in range(DEEPEST + 1):
         inside = (x for item in level for x in (item.values() if isinstance(item, dict) else item))
         level = [item for item in inside if isinstance(item, dict | list)]
         if not level:
             return value
-    raise _Found("is nested too deeply")
+    raise _Mismatch("is nested too deeply")
 
 
 def _literal(allowed: tuple, value: Any) -> Any:
     if value not in allowed:
-        raise _Found(f"is none of {', '.join(map(str, allowed))}")
+        raise _Mismatch(f"is none of {', '.join(map(str, allowed))}")
     return value
 
 
@@ -103,19 +103,19 @@ def _union(kinds: tuple, null_numbers: bool) -> Reader:
     def read(value: Any) -> Any:
         if value is None and has_none:
             return None
-        found = _Found("is empty")
+        failure = _Mismatch("is empty")
         for reader in readers:
             try:
                 return reader(value)
-            except _Found as error:
-                found = error
-        raise found
+            except _Mismatch as error:
+                failure = error
+        raise failure
 
     return read
 
 
 def _plain(kind: Any, null_numbers: bool) -> Reader:
-    """For a class of JSON; a truth value is no number."""
+    """Reader of a JSON class; a bool is no number."""
     takes_any_number, takes_bool = kind is float, kind is bool or (kind is float and null_numbers)
     is_number = kind in (int, float)
 
@@ -123,7 +123,7 @@ def _plain(kind: Any, null_numbers: bool) -> Reader:
         if type(value) is kind and (not is_number or -LARGEST <= value <= LARGEST):
             return value  # nearly all of a journal
         if isinstance(value, int | float) and not -LARGEST <= value <= LARGEST:  # NaN neither
-            raise _Found("is too large")
+            raise _Mismatch("is too large")
         if isinstance(value, bool):
             fits = takes_bool
         elif value is None and takes_any_number:
@@ -131,42 +131,42 @@ def _plain(kind: Any, null_numbers: bool) -> Reader:
         else:
             fits = isinstance(value, int | float if takes_any_number else kind)
         if not fits:
-            raise _Found(f"is no {kind.__name__}")
+            raise _Mismatch(f"is no {kind.__name__}")
         return value
 
     return read
 
 
 def _items(value: dict, readers: dict[str, Reader], other: Reader) -> dict:
-    """What is under each key, by its reader or the other one."""
-    found = {}
+    """Read the value of each key with its reader, or with the default one."""
+    result = {}
     for key, item in value.items():
         try:
-            found[key] = readers.get(key, other)(item)
-        except _Found as error:
-            error.place = f".{key}{error.place}"
+            result[key] = readers.get(key, other)(item)
+        except _Mismatch as error:
+            error.path = f".{key}{error.path}"
             raise
-    return found
+    return result
 
 
 def _list(check: Reader, kind: Any, inner: Reader) -> Reader:
     def read(value: Any) -> Any:
         if kind in (int, str) and all(type(item) is kind for item in check(value)):  # thousands of token ids
             return value
-        found = []
-        for place, item in enumerate(check(value)):
+        items = []
+        for index, item in enumerate(check(value)):
             try:
-                found.append(inner(item))
-            except _Found as error:
-                error.place = f"[{place}]{error.place}"
+                items.append(inner(item))
+            except _Mismatch as error:
+                error.path = f"[{index}]{error.path}"
                 raise
-        return found
+        return items
 
     return read
 
 
 def _fields(kind: Any) -> Reader:
-    """For a TypedDict, which may have more keys and stays as it is, or a dataclass, which is made."""
+    """Reader of a TypedDict, which may have more keys and is returned unchanged, or of a dataclass, which is made."""
     is_made = dataclasses.is_dataclass(kind)
     readers = {name: _reader(hint, not is_made) for name, hint in typing.get_type_hints(kind).items()}
     if is_made:
@@ -177,13 +177,13 @@ def _fields(kind: Any) -> Reader:
 
     def read(value: Any) -> Any:
         if not isinstance(value, dict):
-            raise _Found("is no dict")
+            raise _Mismatch("is no dict")
         if is_made:
             for key in value.keys() - readers.keys():
-                raise _Found("is new", f".{key}")
+                raise _Mismatch("is new", f".{key}")
         if missing := needed - value.keys():
-            raise _Found("is missing", f".{min(missing)}")
-        found = _items(value, readers, _any)
-        return kind(**found) if is_made else value
+            raise _Mismatch("is missing", f".{min(missing)}")
+        values = _items(value, readers, _any)
+        return kind(**values) if is_made else value
 
     return read

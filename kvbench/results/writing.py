@@ -25,8 +25,8 @@ class JournalError(ValueError):
 
 
 def plain(value: Any) -> Json:
-    """Turn nested dicts, lists, tuples, scalars (also numpy's and torch's) and None into what strict JSON can hold:
-    with str keys, and None for NaN and infinity, which it has no word for.
+    """Turn nested dicts, lists, tuples, scalars (also numpy's and torch's) and None into strict JSON types:
+    with str keys, and None for NaN and infinity, which JSON lacks.
 
     Raises:
         TypeError: Any other type; the caller must say how it is to be written.
@@ -52,7 +52,7 @@ def write_record(path: Path, record: Any, read: Callable[[Any], object] | None =
     """Write a dataclass as JSON in one atomic step.
 
     Args:
-        read: Reads the JSON as whoever loads the file does; by its declared types where None.
+        read: Reads the JSON as the loader of the file does; by its declared types where None.
 
     Raises:
         RuntimeError: No reader would take it; the file is left as it is.
@@ -66,28 +66,28 @@ def write_record(path: Path, record: Any, read: Callable[[Any], object] | None =
 
 
 def encode_line(content: Json) -> bytes:
-    """Encode what `plain` gave as one line of ASCII JSON with its keys in the order given, newline included."""
+    """Encode the result of `plain` as one line of ASCII JSON with its keys in the order given, newline included."""
     return json.dumps(content, allow_nan=False, separators=(",", ":")).encode("ascii") + b"\n"
 
 
 def check_writable(folder: Path, setting: str) -> None:
     """Refuse a folder that nothing can be written to, by its setting, before anything is computed; makes nothing."""
-    why, place = "", folder
+    why, path = "", folder
     while not why:
         try:
-            is_folder = stat.S_ISDIR(os.stat(place).st_mode)
+            is_folder = stat.S_ISDIR(os.stat(path).st_mode)
         except FileNotFoundError:
-            if os.path.islink(place):
-                why = f"{place} is a link to nothing"
-            place = place.parent
+            if os.path.islink(path):
+                why = f"{path} is a link to nothing"
+            path = path.parent
             continue
         except (OSError, ValueError) as error:
             why = f"{getattr(error, 'strerror', None) or error}"
             break
         if not is_folder:
-            why = f"{place} is no folder"
-        elif not os.access(place, os.W_OK | os.X_OK):
-            why = f"{place} is not writable"
+            why = f"{path} is no folder"
+        elif not os.access(path, os.W_OK | os.X_OK):
+            why = f"{path} is not writable"
         break
     if why:
         raise ValueError(f"{setting}={folder} cannot be written: {why}; give another folder")
@@ -102,13 +102,13 @@ def remove_litter(folder: Path, name: str | None = None) -> None:
     """Remove the temporary files of writers that were killed, of all files or of one; those of living writers stay."""
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
-            found = LITTER.fullmatch(entry.name)
-            if found and name in (None, found["name"]) and entry.is_file(follow_symlinks=False):
+            match = LITTER.fullmatch(entry.name)
+            if match and name in (None, match["name"]) and entry.is_file(follow_symlinks=False):
                 _remove_if_dead(Path(entry.path))
 
 
 def _remove_if_dead(path: Path) -> None:
-    """Remove a temporary file that nobody holds; the kernel lets go of a lock when the process dies."""
+    """Remove a temporary file without a lock; the kernel releases a lock when its process dies."""
     with contextlib.suppress(OSError):  # held, gone, or a file system without locks: leave it
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
@@ -119,7 +119,7 @@ def _remove_if_dead(path: Path) -> None:
 
 
 def _open_temporary(path: Path, mode: int | None) -> tuple[int, Path]:
-    """A new, empty, locked file beside `path`: nobody else's, whatever lies there."""
+    """Make a new, empty, locked file next to `path`, never an existing one."""
     while True:
         temporary = path.with_name(f".{path.name[:NAME_LENGTH]}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -127,7 +127,7 @@ def _open_temporary(path: Path, mode: int | None) -> tuple[int, Path]:
             descriptor = os.open(temporary, flags, 0o666 if mode is None else 0o600)
         except FileExistsError:
             continue
-        with contextlib.suppress(OSError):  # without locks, nobody removes it either
+        with contextlib.suppress(OSError):  # without locks, no process removes it either
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         if os.fstat(descriptor).st_nlink:
             return descriptor, temporary
@@ -137,7 +137,7 @@ def _open_temporary(path: Path, mode: int | None) -> tuple[int, Path]:
 def write_atomic(path: Path, data: bytes, *, mode: int | None = None) -> None:
     """Replace a file so that a reader, or a crash, sees the old content or the new one and never a mixture.
 
-    What a killed writer of the same file left behind is removed.
+    Temporary files of killed writers of the same file are removed.
 
     Args:
         path: File to write; its folder must exist. A link is replaced, not followed: see `write_file`.
@@ -177,20 +177,20 @@ def write_file(path: Path, data: bytes) -> None:
     try:
         target = Path(os.path.realpath(path))
         durable.make_folder(target.parent)
-        found = os.stat(target) if os.path.lexists(target) else None
+        status = os.stat(target) if os.path.lexists(target) else None
     except OSError as error:
         raise ValueError(f"cannot write {path}: {error.strerror}; give another path") from error
-    if found is not None and not stat.S_ISREG(found.st_mode):
-        kind = "a folder" if stat.S_ISDIR(found.st_mode) else "no regular file"
+    if status is not None and not stat.S_ISREG(status.st_mode):
+        kind = "a folder" if stat.S_ISDIR(status.st_mode) else "no regular file"
         raise ValueError(f"cannot write {path}: it is {kind}; give another path")
-    write_atomic(target, data, mode=None if found is None else stat.S_IMODE(found.st_mode))
+    write_atomic(target, data, mode=None if status is None else stat.S_IMODE(status.st_mode))
 
 
 def write_files(root: Path, contents: Mapping[Path, bytes]) -> list[Path]:
-    """Write files into a folder that the user named; gives their paths.
+    """Write files into a folder that the user named; returns their paths.
 
-    Their names may be made of stored strings, and anybody may have left links in the folder: all of them have to lie
-    below it, or nothing is written.
+    Their names may contain stored strings, and the folder may contain foreign links: all paths must lie below it, or
+    nothing is written.
 
     Args:
         contents: Path of each file, which begins with `root`, and its content.
@@ -208,7 +208,7 @@ def write_files(root: Path, contents: Mapping[Path, bytes]) -> list[Path]:
 
 
 def write_error(path: Path | str, error: OSError) -> JournalError:
-    """Say why a file cannot be written and what to do."""
+    """Error for a file that cannot be written, with its remedy."""
     if is_full(error):
         why = "the disk is full; free some space"
     else:

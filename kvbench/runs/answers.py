@@ -1,4 +1,4 @@
-"""The engine over the samples of a run that are not there yet: every answer is graded and goes to a journal."""
+"""Compute the missing samples of a run: every answer is graded and written to a journal."""
 
 from collections.abc import Callable, Container, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from kvbench.engine.engine import Engine
     from kvbench.tasks.taskset import TaskSet
 
-ASKED_AGAIN = 32  # requests of a session whose answers are compared with those in another order
+ORDER_CHECK_REQUESTS = 32  # requests of a session whose answers are compared with those in another order
 Result = TypeVar("Result")
 Shown = Callable[[str, int, int], AbstractContextManager[Progress]]  # label, answers of the run, those that are there
 
 
 def finish(steps: Generator[Any, None, Result]) -> Result:
-    """Goes through all steps of a piece of work at once, and gives what it returns."""
+    """Run a generator of steps to its end, and return its result."""
     while True:
         try:
             next(steps)
@@ -36,7 +36,7 @@ def finish(steps: Generator[Any, None, Result]) -> Result:
 
 
 def unfinished_groups(requests: Sequence[Request], size: int | None, journal: Container[Key]) -> list[Request]:
-    """The requests to give to the engine: whole groups that hold an unfinished answer.
+    """Whole groups of requests that hold an unfinished answer.
 
     Groups of so many requests, the engine's `group`, are fixed over the full list. A resumed run thus batches every
     sample with the same neighbours as an uninterrupted one, and computes the same numbers to the last bit, at the price
@@ -59,17 +59,18 @@ def record_answers(
     *,
     done: Container[Key] = (),
     with_timing: bool = True,
-    own: bool = False,
+    force_generated: bool = False,
     pace: Pace | None = None,
 ) -> "Generator[Request | Step, bool | None]":
-    """Run an engine on some requests of a task and write down every answer that is not in the journal yet; gives what
-    `Engine.running` does. Who sends True to a request has what was graded meanwhile written, and gets it once more.
+    """Run an engine on requests of a task and journal every answer that is not there yet; yields as `Engine.running`.
+
+    Send True to a yielded request to flush graded answers; the request is yielded once more.
 
     Args:
         done: Answers that another journal has; they are computed only where their batch needs them.
         with_timing: False leaves the times out, which say nothing where prompts are replayed.
-        own: Force each request's own answer in place of its gold answer.
-        pace: Is told what is read and decoded.
+        force_generated: Force each request's generated answer instead of its gold answer.
+        pace: Updated with what is read and decoded.
     """
     pace = pace or Pace(prompts=0, prompt_tokens=0, answers=0, most_steps=0.0)
     by_id = {request.sample_id: request for request in requests}
@@ -97,7 +98,7 @@ def record_answers(
             graders.hand_out()
 
         steps = engine.running(
-            requests, on_outcome=on_outcome, on_step=on_step, sizing=task.requests, force_generated=own
+            requests, on_outcome=on_outcome, on_step=on_step, sizing=task.requests, force_generated=force_generated
         )
         with closing(steps):  # closes its rows where others end this run
             for due in steps:
@@ -112,11 +113,11 @@ def record_answers(
                 pace.read(due.num_prompt_tokens, due.num_samples)
 
 
-def _ask_again(
+def _check_order(
     experiment: Experiment, requests: Sequence[Request], records: Mapping[Key, SampleRecord], session: Session
 ) -> "Generator[Request | Step, bool | None]":
     """Answer some of the requests once more, in another order, and count in the session which answers differ."""
-    asked = list(requests[:: -max(1, len(requests) // ASKED_AGAIN)])[:ASKED_AGAIN]
+    repeated = list(requests[:: -max(1, len(requests) // ORDER_CHECK_REQUESTS)])[:ORDER_CHECK_REQUESTS]
 
     def compare(outcome: Outcome) -> None:
         first = records.get((outcome.sample_id, outcome.repeat))
@@ -125,10 +126,12 @@ def _ask_again(
             same = first["status"] == outcome.status and list(first["token_ids"]) == list(outcome.token_ids)
             session.differing += not same
 
-    steps = experiment.engine.running(asked, on_outcome=compare, sizing=experiment.task.requests)
+    steps = experiment.engine.running(repeated, on_outcome=compare, sizing=experiment.task.requests)
     with closing(steps):
         for due in steps:
-            while (yield due) and isinstance(due, Request):  # whoever has something written gets it once more
+            while (yield due) and isinstance(
+                due, Request
+            ):  # True flushes graded answers; the request is yielded once more
                 pass
 
 
@@ -141,11 +144,11 @@ def compute_missing(
     done: Container[Key] = (),
     shown: Shown = Progress,
 ) -> "Generator[Request | Step, bool | None]":
-    """Run the engine over what is in no journal yet, as `record_answers` does; `requests` are whole groups of the run,
-    all by default. What passes while it waits for its turn is none of the session's time."""
+    """Run the engine on answers that no journal has yet, as `record_answers` does; `requests` are whole groups of the
+    run, all by default. Time spent waiting for its turn does not count as the session's."""
     task, before = experiment.task, len(journal.records)
     requests = task.requests if requests is None else requests
-    own = experiment.config.forces_own and experiment.method == FULL
+    force_generated = experiment.config.forces_full_answer and experiment.method == FULL
     keys = keys_of(requests)
     there = {key for key in keys if key in journal or key in done}
     todo = unfinished_groups(requests, experiment.engine.group, there)
@@ -158,9 +161,11 @@ def compute_missing(
     with shown(f"{experiment.method} on {task.name}", len(keys), len(there)) as progress:
         progress.follow(pace)
         try:
-            yield from record_answers(experiment.engine, task, todo, journal, progress, done=done, own=own, pace=pace)
+            yield from record_answers(
+                experiment.engine, task, todo, journal, progress, done=done, force_generated=force_generated, pace=pace
+            )
             if todo and experiment.engine.is_free:
-                yield from _ask_again(experiment, todo, journal.records, session)
+                yield from _check_order(experiment, todo, journal.records, session)
         finally:
             session.wall_s -= pace.paused_s
             session.num_done = len(journal.records) - before

@@ -1,6 +1,6 @@
 """Calibrated settings of a method: the file that `kvbench calibrate` writes and `method.calibration=` reads.
 
-The file holds the settings that were found, what they were found with (model, data, code, the method's other settings),
+The file holds the chosen settings, their conditions (model, data, code, the method's other settings),
 every measurement of the grid, and the verdict on samples that took no part in the choice.
 """
 
@@ -42,47 +42,49 @@ class Calibration:
 
 def load(where: str) -> Calibration:
     """Read a calibration file, by its path or by the name of one that comes with kvbench."""
-    path, asked = shipped().get(where, Path(where).expanduser()), f"method.calibration={where}"
+    path, setting = shipped().get(where, Path(where).expanduser()), f"method.calibration={where}"
     if not path.is_file():
         if path.suffix in (".yaml", ".yml") or "/" in where or not shipped():
-            raise ValueError(f"{asked} does not exist; `kvbench calibrate method=...` writes one")
+            raise ValueError(f"{setting} does not exist; `kvbench calibrate method=...` writes one")
         raise unknown_name("method.calibration", where, shipped())
-    content = read_data(path, asked)
+    content = read_data(path, setting)
     if missing := ", ".join(key for key in NEEDED if key not in content):
         remedy = "`kvbench calibrate method=...` writes one"
-        raise ValueError(f"{asked} is no calibration file: it lacks {missing}; {remedy}")
+        raise ValueError(f"{setting} is no calibration file: it lacks {missing}; {remedy}")
     if (version := content.get("schema_version")) != SCHEMA_VERSION:
         reads = f"this kvbench reads {SCHEMA_VERSION}; calibrate again"
-        raise ValueError(f"{asked} has schema version {version!r}, {reads}")
-    _check_content(asked, content)
+        raise ValueError(f"{setting} has schema version {version!r}, {reads}")
+    _check_content(setting, content)
     return Calibration(path=path, content=content)
 
 
-def _check_content(asked: str, content: Mapping[str, Any]) -> None:
-    """Refuse what is more than data: the file may come from anywhere."""
+def _check_content(setting: str, content: Mapping[str, Any]) -> None:
+    """Refuse anything but data: the file is untrusted."""
     for part in ("settings", "replaces", "base"):
         values = content[part]
         if not isinstance(values, dict):
-            raise ValueError(f"{asked}: {part}={shown(values)} is no list of settings")
+            raise ValueError(f"{setting}: {part}={shown(values)} is no list of settings")
         for name, value in values.items():
             depth = 1 if part == "settings" else 2  # what is only compared may be a table of gates
             if not isinstance(name, str) or not name.isidentifier() or name.startswith("_") or name == KEY:
-                raise ValueError(f"{asked}: {part} has {shown(name)}, which is no setting's name")
+                raise ValueError(f"{setting}: {part} has {shown(name)}, which is no setting's name")
             if not is_plain(value, depth):
                 raise ValueError(
-                    f"{asked}: {part}.{name}={shown(value)} is neither a number, text, true, false or null, nor a list "
-                    "of these; a calibration file holds nothing else"
+                    f"{setting}: {part}.{name}={shown(value)} is neither a number, text, true, false or null, nor a "
+                    "list of these; a calibration file holds nothing else"
                 )
     for part, keys in (("model", ("name", "fingerprint", "dtype")), ("code", ("method",))):
         held = content[part]
         if not isinstance(held, dict) or not all(isinstance(held.get(key), str) for key in keys):
-            raise ValueError(f"{asked}: {part} must give {', '.join(keys)} as text; calibrate again")
+            raise ValueError(f"{setting}: {part} must give {', '.join(keys)} as text; calibrate again")
     if not isinstance(content["confirmed"], bool):
-        raise ValueError(f"{asked}: confirmed={shown(content['confirmed'])} is neither true nor false; calibrate again")
+        raise ValueError(
+            f"{setting}: confirmed={shown(content['confirmed'])} is neither true nor false; calibrate again"
+        )
 
 
 def is_plain(value: object, depth: int = 99) -> bool:
-    """Tell a scalar, or lists of these at most so deep, from anything else."""
+    """True for a scalar, or for lists of scalars at most `depth` deep."""
     if isinstance(value, list):
         return depth > 0 and all(is_plain(item, depth - 1) for item in value)
     return value is None or isinstance(value, bool | int | float | str)
@@ -99,30 +101,32 @@ def apply(method: Mapping[str, Any]) -> tuple[dict[str, Any], Calibration | None
     """
     changed = as_dict(method)
     where = changed.get(KEY)
-    if where is None or where == AUTO:  # which whoever composes a run resolves
+    if where is None or where == AUTO:  # resolved when a run is composed
         return changed, None
-    found, asked = load(str(where)), f"method.calibration={where}"
-    if found.content["target"] != changed["_target_"]:
-        raise ValueError(f"{asked} is for method={found.content['method']}; choose that method")
-    for name, value in found.settings.items():
+    calibration, setting = load(str(where)), f"method.calibration={where}"
+    if calibration.content["target"] != changed["_target_"]:
+        raise ValueError(f"{setting} is for method={calibration.content['method']}; choose that method")
+    for name, value in calibration.settings.items():
         if name not in changed and name not in BY_LAYER:  # which no YAML has to list
-            raise ValueError(f"{asked} sets {name}, which this method does not have; calibrate again")
-        if changed.get(name) not in (value, found.content["replaces"].get(name)):
+            raise ValueError(f"{setting} sets {name}, which this method does not have; calibrate again")
+        if changed.get(name) not in (value, calibration.content["replaces"].get(name)):
             raise ValueError(
-                f"method.{name}={changed[name]} and {asked}, which says {value}, contradict each other; leave one out"
+                f"method.{name}={changed[name]} and {setting}, which says {value}, contradict each other; leave one out"
             )
         changed[name] = value
-    return changed, found
+    return changed, calibration
 
 
-def said(found: Calibration) -> str:
-    """The settings that a file gives a run, in a line."""
-    values = " ".join(f"{name}={value}" for name, value in found.settings.items())
-    return f"{found.content['method']}: {values}, calibrated for {found.content['model']['name']} ({found.path.name})"
+def said(calibration: Calibration) -> str:
+    """One line with the settings of a calibration file."""
+    values = " ".join(f"{name}={value}" for name, value in calibration.settings.items())
+    content = calibration.content
+    return f"{content['method']}: {values}, calibrated for {content['model']['name']} ({calibration.path.name})"
 
 
 def lacks(method: Mapping[str, Any], model: str) -> str:
-    """Say that a method has the settings of its paper where files exist for other models; empty where it needs none."""
+    """Note that a method runs with its paper's settings where files exist for other models only; empty where it needs
+    none."""
     for _, content in of_method(method.get("_target_")):
         replaced = content["replaces"]
         if all(method.get(key) == replaced[key] for key in replaced):
@@ -133,22 +137,22 @@ def lacks(method: Mapping[str, Any], model: str) -> str:
 
 
 def notes(method: Mapping[str, Any], model: "LoadedModel", policy: "Policy") -> list[str]:
-    """Compare what a calibration was made with and what it is used with: a sentence for each difference that leaves the
+    """Compare the conditions of a calibration with those of its use: a sentence for each difference that leaves the
     file usable.
 
     Raises:
         ValueError: It was made for another model: thresholds do not carry over.
     """
-    method, found = apply(method)
-    if found is None:
+    method, calibration = apply(method)
+    if calibration is None:
         return []
-    content, path = found.content, found.path
+    content, path = calibration.content, calibration.path
     made_for = content["model"]
     if made_for["fingerprint"] != model.fingerprint:
-        given = " ".join(f"method.{name}={value}" for name, value in found.settings.items())
+        words = " ".join(f"method.{name}={value}" for name, value in calibration.settings.items())
         raise ValueError(
             f"{path} was calibrated on the model {made_for['name']} ({made_for['fingerprint'][:12]}), and this is "
-            f"{model.name} ({model.fingerprint[:12]}); calibrate this one, or give the settings by hand: {given}"
+            f"{model.name} ({model.fingerprint[:12]}); calibrate this one, or give the settings by hand: {words}"
         )
     remarks = []
     if not content["confirmed"]:
@@ -164,14 +168,14 @@ def notes(method: Mapping[str, Any], model: "LoadedModel", policy: "Policy") -> 
     return remarks
 
 
-def check_values(found: Calibration, policy: "Policy") -> None:
-    """Refuse a file one of whose values the method's setting may not have; nothing is built."""
+def check_values(calibration: Calibration, policy: "Policy") -> None:
+    """Refuse a file with a value out of the range of its setting; nothing is built."""
     known = declared(type(policy))
-    for name, value in found.settings.items():
+    for name, value in calibration.settings.items():
         try:
             known[name].check(value)
         except ValueError as error:
-            raise ValueError(f"{found.path}: {error}") from None
+            raise ValueError(f"{calibration.path}: {error}") from None
 
 
 def method_hash(policy: "Policy") -> str:

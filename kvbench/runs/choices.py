@@ -1,7 +1,7 @@
 """Models and methods that a bench names in one string, such as `snapkv budget=0.25`, and text to feed them.
 
-The files of conf/ are read as plain YAML, so that the benches run where torch, triton and transformers are all there
-is.
+The files of conf/ are read as plain YAML, so that the benches run where only torch, triton and transformers are
+installed.
 """
 
 from typing import Any
@@ -20,41 +20,41 @@ _STORE = "store."
 
 
 def read_choice(group: str, text: str, *more: str) -> dict[str, Any]:
-    """The settings of `group` (`method` or `model`) that a string asks for, a choice and then settings of it without
-    the group's name, such as `kivi bits=2`, and more settings likewise; ValueError where there is no such one."""
+    """Parse a choice of `group` (`method` or `model`) and its settings, without the group's name, from a string such as
+    `kivi bits=2`, with `more` settings in the same form; ValueError for an unknown one."""
     name, *changes = [*str(text).split(), *more] or [""]
     known = options(group)
     if name not in known:
         raise unknown_name(group, name, known)
     path = path_of(group, name)
     if is_method_file(path):
-        found: dict[str, Any] = {"_target_": target_of(path)}
+        content: dict[str, Any] = {"_target_": target_of(path)}
     else:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    settings = list(found)
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    settings = list(content)
     if group == "method":  # a file lists what differs from its class
         from kvbench.runs.parts import policy_class
 
-        settings = list(declared(policy_class(found["_target_"])))
+        settings = list(declared(policy_class(content["_target_"])))
     for change in changes:
         key, sign, value = change.partition("=")
         if not sign:
             said = f"{change} in {group}={text} cannot be read as key=value"
             raise ValueError(f"{said}; write {group}s as {name} KEY=VALUE")
         check_keys([key], settings, prefix=f"{group}.")
-        found[key] = yaml.safe_load(value)
-    return found
+        content[key] = yaml.safe_load(value)
+    return content
 
 
 def make_method(text: str) -> Policy:
-    """The policy that a string asks for."""
+    """Make the policy that a string describes."""
     from kvbench.runs.parts import make_policy
 
     return make_policy(read_choice("method", text))
 
 
 def make_cache(text: str) -> tuple[Policy, StoreOptions]:
-    """The policy and the layout of memory that a string asks for, such as `int4 store.rotation=hadamard`."""
+    """Make the policy and the store options that a string describes, such as `int4 store.rotation=hadamard`."""
     from kvbench.runs.config import store_options
 
     words = str(text).split()
@@ -65,7 +65,7 @@ def make_cache(text: str) -> tuple[Policy, StoreOptions]:
 
 
 def make_model(text: str, device: str) -> LoadedModel:
-    """The model that a string asks for, on a device."""
+    """Load the model that a string describes onto a device."""
     from kvbench.models.load import load_model
 
     return load_model(read_choice("model", text, f"device={device}"))
@@ -93,7 +93,7 @@ def describe_model(model: LoadedModel) -> dict[str, Any]:
 
 
 def sample_tokens(model: LoadedModel, rows: int, length: int) -> list[list[int]]:
-    """Prose for every row, a passage of its own each: real text, because on noise attention has no peaks."""
+    """Prompts of real prose, a different passage for each row: on noise, attention has no peaks."""
     from kvbench.tasks.haystack import paragraphs
 
     if length > model.max_tokens:
@@ -102,11 +102,11 @@ def sample_tokens(model: LoadedModel, rows: int, length: int) -> list[list[int]]
             "rounds or steps"
         )
     texts = paragraphs()
-    found, at = [], 0
+    samples, at = [], 0
     for _ in range(rows):
         tokens: list[int] = []
         while len(tokens) < length:
             tokens += model.tokenizer(texts[at % len(texts)] + "\n\n", add_special_tokens=False)["input_ids"]
             at += 1
-        found.append(tokens[:length])
-    return found
+        samples.append(tokens[:length])
+    return samples

@@ -18,7 +18,7 @@ from kvbench.results.writing import check_writable
 from kvbench.rules import MAX_BYTES, Choice, Form, Whole, check_settings, shown
 from kvbench.rules.counting import Outside, Through
 
-GOLD, OWN = "gold", "own"  # which answer is forced: the task's, or the one that the full cache gives
+GOLD, FULL_ANSWER = "gold", "own"  # which answer is forced: the task's, or the one that the full cache gives
 AUTO, NONE = "auto", "none"
 NEEDED = ("method", "task", "model")  # groups of which no run has none
 
@@ -27,7 +27,7 @@ NEEDED = ("method", "task", "model")  # groups of which no run has none
 class Fidelity:
     """The answers that are forced and compared with the full cache, as conf/config.yaml says."""
 
-    on: Annotated[str, Choice((GOLD, OWN))] = GOLD
+    on: Annotated[str, Choice((GOLD, FULL_ANSWER))] = GOLD
     max_tokens: Annotated[int | None, Whole(0, unit="tokens")] = 256
     per_token: bool = False
 
@@ -58,7 +58,7 @@ class BackendChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Everything that is set of a run; conf/config.yaml says what each setting means.
+    """Settings of a run; conf/config.yaml describes each.
 
     The groups `method`, `task`, `model` and `protocol` are mappings: the class that each of them names reads it.
     A setting is part of the run's identity as it stands, unless it is marked `Outside` or `Through`.
@@ -115,27 +115,27 @@ class RunConfig:
 
     @classmethod
     def read(cls, cfg: "Mapping[str, Any] | RunConfig") -> "RunConfig":
-        """Read a composed configuration, or a stored config.yaml; what it lacks takes its default.
+        """Read a composed configuration, or a stored config.yaml; missing settings take their defaults.
 
         Raises:
             ValueError: Names the setting, its value, the rule and the remedy; or the results folder cannot be written.
         """
         if isinstance(cfg, RunConfig):
             return cfg
-        given = as_dict(cfg)
+        values = as_dict(cfg)
         for name, kind in (("backend", BackendChoice), ("fidelity", Fidelity), ("prefill", Prefill)):
-            given[name] = read_settings(kind, given.get(name) or {}, f"{name}.")
-        given["store"] = store_options(given.get("store") or {})
-        given["shard"] = Shard.read(given.get("shard"))
-        given["prompt_cache_bytes"] = read_bytes("prompt_cache_bytes", given.get("prompt_cache_bytes", 0))
-        config = read_settings(cls, given)
+            values[name] = read_settings(kind, values.get(name) or {}, f"{name}.")
+        values["store"] = store_options(values.get("store") or {})
+        values["shard"] = Shard.read(values.get("shard"))
+        values["prompt_cache_bytes"] = read_bytes("prompt_cache_bytes", values.get("prompt_cache_bytes", 0))
+        config = read_settings(cls, values)
         check_writable(Path(config.results_dir), "results_dir")
         return config
 
     @property
-    def forces_own(self) -> bool:
-        """The full cache's own answers are forced."""
-        return self.fidelity.on == OWN and self.fidelity.max_tokens != 0
+    def forces_full_answer(self) -> bool:
+        """True where the full cache's generated answers are forced."""
+        return self.fidelity.on == FULL_ANSWER and self.fidelity.max_tokens != 0
 
     def with_method(self, method: Mapping[str, Any]) -> "RunConfig":
         """The same settings with another method group."""
@@ -144,10 +144,9 @@ class RunConfig:
     def of_full(self) -> "RunConfig":
         """The same experiment with the full cache.
 
-        The byte budget is lifted: the reference says what the full cache answers, and a budget made for a compressed
-        one would only make it fail. Nothing is rotated or shifted, and windows are exact, so that one reference serves
-        runs with and without. Prompts are read as in the experiment: in chunks, the full cache is the same but for the
-        rounding of its pages.
+        The byte budget is lifted: a budget for a compressed cache would only make the reference fail. Nothing is
+        rotated or shifted, and windows are exact, so that one reference serves runs with and without. Prompts are read
+        as in the experiment: in chunks, the full cache differs only in the rounding of its pages.
         """
         from kvbench.config.methods import method_settings  # needs the library of settings; a bench has no run
 
@@ -160,48 +159,52 @@ class RunConfig:
 
 
 def read_stored(folder: Path) -> dict[str, Any]:
-    """The settings in the config.yaml of a stored run, which may be anybody's; what it lacks takes its default.
+    """Read the settings in the config.yaml of a stored run, which is untrusted; missing ones take their defaults.
 
     Raises:
         ValueError: Names the file, and the group that is missing or none.
     """
     path = folder / "config.yaml"
-    given = read_data(path)
+    settings = read_data(path)
     for item in fields(RunConfig):
         if item.default_factory is not MISSING:  # the groups
-            held = given.setdefault(item.name, {})
+            held = settings.setdefault(item.name, {})
             if not isinstance(held, dict) or (item.name in NEEDED and not held):
                 raise ValueError(
                     f"{path}: {item.name}={shown(held)} is no group of settings; restore the file, or run the "
                     "experiment again"
                 )
-    return given
+    return settings
 
 
-def store_options(given: Mapping[str, Any]) -> StoreOptions:
-    """Read the layout of memory that the `store` group asks for."""
-    options = as_dict(given)
+def store_options(values: Mapping[str, Any]) -> StoreOptions:
+    """Read the store options of the `store` group."""
+    options = as_dict(values)
     if isinstance(options.get("budget_bytes"), str):
         options["budget_bytes"] = read_bytes("store.budget_bytes", options["budget_bytes"])
-    found = read_settings(StoreOptions, options, "store.")
-    if found.key_offset in KINDS:
-        return found
+    parsed = read_settings(StoreOptions, options, "store.")
+    if parsed.key_offset in KINDS:
+        return parsed
     from kvbench.policy import read_table
 
     # The numbers themselves, so that a run's identity does not hang on a path.
-    return replace(found, key_offset=read_table(found.key_offset, "store.key_offset"))
+    return replace(parsed, key_offset=read_table(parsed.key_offset, "store.key_offset"))
 
 
 def read_bytes(key: str, value: object) -> int:
     """Read a setting in bytes: a whole number, or text such as 512MiB or 8GiB."""
     from kvbench.policy.budget import read_size
 
-    found = read_size(value) if isinstance(value, str) else value
-    if isinstance(found, bool) or not isinstance(found, int | float) or (found is value and isinstance(found, float)):
-        found = -1
-    if not 0 <= found <= MAX_BYTES:
+    num_bytes = read_size(value) if isinstance(value, str) else value
+    if (
+        isinstance(num_bytes, bool)
+        or not isinstance(num_bytes, int | float)
+        or (num_bytes is value and isinstance(num_bytes, float))
+    ):
+        num_bytes = -1
+    if not 0 <= num_bytes <= MAX_BYTES:
         raise ValueError(
             f"{key}={shown(value)} is no number of bytes; write a whole number up to {MAX_BYTES}, or text such as "
             "512MiB or 8GiB"
         )
-    return int(found)
+    return int(num_bytes)

@@ -1,4 +1,4 @@
-"""One run: its settings, its parts loaded, and the hash that says which run it is."""
+"""One run: its settings, its loaded parts, and the hash that identifies it."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,7 +32,7 @@ NAMES_OF_FILES = frozenset({"file", "text", "essays"})  # in a task's protocol; 
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """Everything one run needs, loaded and checked, with its place in the results."""
+    """Loaded and checked parts of one run, with its folder in the results."""
 
     config: RunConfig
     method: str
@@ -50,7 +50,7 @@ class Experiment:
         return self.engine.backend.name
 
     def forcing(self, records: Iterable[SampleRecord]) -> "Experiment":
-        """The same run with the answers of another forced in place of the gold ones; which run it is does not change.
+        """The same run, with the same hash, forced to the answers of another instead of the gold ones.
 
         Args:
             records: Of the other run, with their token ids; a sample without an answer is forced to give none.
@@ -82,7 +82,7 @@ def keys_of(requests: "Sequence[Request]") -> list[Key]:
 
 
 def prepare(config: RunConfig, method: str, parts: Loaders, task: "TaskSet | None" = None) -> Experiment:
-    """Load what the configuration names, but for a task at hand, and work out which run it is."""
+    """Load everything that the configuration names, or reuse `task`, and compute the run's hash."""
     config, policy, model = load_method(config, parts, note)
     if config.method.get(calibration.KEY) is None and (remedy := calibration.lacks(config.method, model.name)):
         note(remedy)
@@ -104,16 +104,18 @@ def prepare(config: RunConfig, method: str, parts: Loaders, task: "TaskSet | Non
 
 
 def prepared(
-    asked: Iterable[tuple[Mapping[str, Any], str]], parts: Loaders, say: Callable[[str], None] = lambda text: None
+    run_requests: Iterable[tuple[Mapping[str, Any], str]],
+    parts: Loaders,
+    say: Callable[[str], None] = lambda text: None,
 ) -> list[Experiment]:
-    """Prepare runs, each of a configuration and a method's name; `say` is told which cannot be, and why."""
-    found = []
-    for cfg, method in asked:
+    """Prepare runs, each of a configuration and a method's name; `say` gets the reason of each that cannot be."""
+    experiments = []
+    for cfg, method in run_requests:
         try:
-            found.append(prepare(RunConfig.read(cfg), method, parts))
+            experiments.append(prepare(RunConfig.read(cfg), method, parts))
         except ValueError as error:
             say(f"left out: {method}: {error}")
-    return found
+    return experiments
 
 
 def load_task(
@@ -139,7 +141,7 @@ def load_task(
 def load_method(
     config: RunConfig, parts: Loaders, say: Callable[[str], None]
 ) -> "tuple[RunConfig, Policy, LoadedModel]":
-    """Make the policy and load the model; `say` is told what a calibration was made with and is not used with.
+    """Make the policy and load the model; `say` gets differences between this run and its calibration.
 
     The user's own settings are checked first, because a bad one should not cost a model load. The values of a
     calibration file are checked as data; a policy is made of them only after the file was found to be for this model.
@@ -148,11 +150,11 @@ def load_method(
     from kvbench.cache.rotation import check_rotation
     from kvbench.policy import check_chunk
 
-    method, found = calibration.apply(config.method)
-    own = {key: value for key, value in config.method.items() if key != calibration.KEY}
-    policy = parts.make_policy(own)
-    if found is not None:
-        calibration.check_values(found, policy)
+    method, calibrated = calibration.apply(config.method)
+    settings = {key: value for key, value in config.method.items() if key != calibration.KEY}
+    policy = parts.make_policy(settings)
+    if calibrated is not None:
+        calibration.check_values(calibrated, policy)
     check_chunk(policy, config.prefill.chunk)
     check_rotation(config.store.rotation, policy)
     check_key_offset(config.store.key_offset, policy, config.prefill.chunk)
@@ -160,8 +162,8 @@ def load_method(
     parts.check_fit(config, policy)
     parts.check_chat(config)
     model = parts.load_model(config.model)
-    if found is not None:
-        say(calibration.said(found))
+    if calibrated is not None:
+        say(calibration.said(calibrated))
         for remark in calibration.notes(config.method, model, policy):
             say(remark)
         config, policy = config.with_method(method), parts.make_policy(method)
@@ -171,25 +173,25 @@ def load_method(
 def _ingredients(
     config: RunConfig, policy: "Policy", model: "LoadedModel", task: "TaskSet", engine: "Engine"
 ) -> dict[str, Any]:
-    """Everything that can change an answer or its score, as JSON types."""
+    """Ingredients that can change an answer or its score, as JSON types."""
     from kvbench.tasks.counted import code_of
     from kvbench.tasks.task import Limit
 
-    limit, found = Limit.read(config.limit), answering(config, policy, model, engine)
-    found["code"] = {**found["code"], **code_of(config.task, task)}
-    found["task"] = {
+    limit, ingredients = Limit.read(config.limit), answering(config, policy, model, engine)
+    ingredients["code"] = {**ingredients["code"], **code_of(config.task, task)}
+    ingredients["task"] = {
         "name": task.name,
         "fingerprint": task.fingerprint,
         "protocol": {key: value for key, value in task.protocol.items() if key not in NAMES_OF_FILES},
         "limit": limit and limit.setting,
     }
-    return {name: identity.canonical(found[name]) for name in sorted(found)}
+    return {name: identity.canonical(ingredients[name]) for name in sorted(ingredients)}
 
 
 def answering(config: RunConfig, policy: "Policy", model: "LoadedModel", engine: "Engine") -> dict[str, Any]:
-    """What can change an answer to one and the same prompt: all of a run's identity but for its task.
+    """Ingredients that can change the answer to a given prompt: a run's identity without its task.
 
-    How sums are formed counts as far as somebody chose it: builds of the kernels, torch's instruction set on a CPU, and
+    The order of sums counts as far as it was chosen: builds of the kernels, torch's instruction set on a CPU, and
     modes of MKL and oneDNN. The number of threads and the processor do not, so that a run may go on elsewhere: they
     move last digits alone, and `Machine` has them.
     """
@@ -201,10 +203,11 @@ def answering(config: RunConfig, policy: "Policy", model: "LoadedModel", engine:
 
     backend = engine.backend
     method_files = provenance.method_files(type(policy))
-    own = {name.partition(".")[0] for name in method_files}  # its files count, so no version of theirs has to
+    # the method's files count, so no version of their packages has to
+    method_modules = {name.partition(".")[0] for name in method_files}
     kernels = (backend.name, *matrices.kernels(model.linear))
     harness_imports = _harness_imports(*kernels)
-    method_imports = code.imports(method_files.values()) - own - harness_imports
+    method_imports = code.imports(method_files.values()) - method_modules - harness_imports
     return {
         "model": {
             "fingerprint": model.fingerprint,
@@ -237,19 +240,19 @@ def answering(config: RunConfig, policy: "Policy", model: "LoadedModel", engine:
 
 
 def _placement(config: RunConfig, model: "LoadedModel") -> dict[str, Any]:
-    """List what of a model's placement can change an answer.
+    """Parts of a model's placement that can change an answer.
 
-    Layers on several devices compute what they compute on one. Only a limit on the pool of pages is then one of each
+    Layers on several devices compute the same as on one. Only a limit on the pool of pages is then one of each
     device, where a sample may fit or not. Heads in several processes are summed in another order.
     """
-    found: dict[str, Any] = {}
+    placement: dict[str, Any] = {}
     if model.quantisation:
-        found["quantisation"] = model.quantisation
+        placement["quantisation"] = model.quantisation
     if model.tensor_parallel > 1:
-        found["tensor_parallel"] = model.tensor_parallel
+        placement["tensor_parallel"] = model.tensor_parallel
     if model.device_spans and config.store.budget_bytes is not None:
-        found["layers_per_device"] = [count for _, count in model.device_spans]
-    return found
+        placement["layers_per_device"] = [count for _, count in model.device_spans]
+    return placement
 
 
 @cache
@@ -259,7 +262,7 @@ def _harness_imports(*backends: str) -> frozenset[str]:
 
 
 def _method_settings(group: Mapping[str, Any], policy: "Policy") -> dict[str, Any]:
-    """Add the policy's own fields to the YAML, so that a default that is only in the code counts too."""
+    """Add the policy's fields to the YAML, so that a default that is only in the code counts too."""
     settings = {key: value for key, value in group.items() if key != calibration.KEY}  # which changes no answer
     held = {item.name: getattr(policy, item.name) for item in dataclasses.fields(policy) if item.init}
     marks = marks_of(type(policy))

@@ -1,5 +1,4 @@
-"""Grading beside the model: in a bounded number of threads, with the scores handed out in order, and so that no answer
-can stop a run."""
+"""Concurrent grading in a bounded number of threads: scores are delivered in order, and no answer can stop a run."""
 
 import dataclasses
 import queue
@@ -22,47 +21,47 @@ if TYPE_CHECKING:
 UNGRADED = "ungraded"
 _MESSAGE_CHARS = 300
 
-# What may wait for each worker; more makes the caller wait, so that answers do not pile up in memory.
-_WAITING_PER_WORKER = 4
+# Pending answers per worker; at more the caller waits, so that answers do not pile up in memory.
+_PENDING_PER_WORKER = 4
 
 
 class GraderPool:
-    """Does pieces of work in threads, if any, and hands their results to the caller's own thread, in the order of the
-    pieces.
+    """Thread pool that delivers results in the caller's thread, in the order of submission; without threads, it works
+    in the caller's.
 
-    It is a context: a block that ends waits for everything; one that is left by an error hands out what is done and
+    It is a context: at the end of the block it waits for everything; after an error it delivers finished results and
     waits for nothing. The threads do not keep a process alive.
     """
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
         self._todo: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
-        self._waiting: deque[tuple[Future[Any], Callable[[Any], None]]] = deque()
+        self._pending: deque[tuple[Future[Any], Callable[[Any], None]]] = deque()
         self._threads: list[threading.Thread] = []
         self._left = False
 
     def do(self, work: Callable[[], Any], take: Callable[[Any], None]) -> None:
-        """Have a piece of work done in any thread; `take` gets its result in the caller's, now or in a later call or at
-        the end of the block. Raises what `take` raised, or an earlier `work`."""
+        """Submit a piece of work; `take` gets its result in the caller's thread, now, in a later call or at the end of
+        the block. Raises errors of `take` or of earlier work."""
         if not self.workers:
             take(work())
             return
         future: Future[Any] = Future()
-        self._waiting.append((future, take))
+        self._pending.append((future, take))
         if len(self._threads) < self.workers:
             # A pool of the standard library is waited for when the interpreter ends, however the run was stopped.
             self._threads.append(threading.Thread(target=self._work, name="grader", daemon=True))
             self._threads[-1].start()
         self._todo.put((work, future))
-        self.hand_out(len(self._waiting) - self.workers * _WAITING_PER_WORKER)
+        self.hand_out(len(self._pending) - self.workers * _PENDING_PER_WORKER)
 
     def hand_out(self, at_least: int = 0) -> None:
-        """Hand out the results that are there, up to the first that is not; `at_least` so many are waited for."""
-        while self._waiting and (at_least > 0 or self._waiting[0][0].done()):
-            future, take = self._waiting[0]
+        """Deliver finished results in order, up to the first unfinished one; wait for `at_least` of them."""
+        while self._pending and (at_least > 0 or self._pending[0][0].done()):
+            future, take = self._pending[0]
             if not future.done():
                 wait((future,))  # an interruption here leaves the piece where it is
-            self._waiting.popleft()
+            self._pending.popleft()
             at_least -= 1
             take(future.result())
 
@@ -82,7 +81,7 @@ class GraderPool:
     ) -> None:
         try:
             if error is None:
-                self.hand_out(len(self._waiting))
+                self.hand_out(len(self._pending))
             else:
                 with suppress(JournalError):  # the first error is the one to tell
                     self.hand_out()
@@ -105,9 +104,9 @@ def grade_outcome(task: "TaskSet", request: Request, outcome: Outcome) -> tuple[
     try:
         with time_limit(limit_s):
             asks = request.choices
-            found = task.score_choices(request, outcome.choices) if asks else task.score_outcome(request, outcome)
-            flags = [flag for flag in FLAGS if flag in found]
-            scores = {name: value for name, value in found.items() if name not in flags}
+            graded = task.score_choices(request, outcome.choices) if asks else task.score_outcome(request, outcome)
+            flags = [flag for flag in FLAGS if flag in graded]
+            scores = {name: value for name, value in graded.items() if name not in flags}
             check_scores(scores)
             return (dataclasses.replace(outcome, flags=flags) if flags else outcome), scores
     except OutOfTime:
@@ -124,7 +123,7 @@ def grade_outcome(task: "TaskSet", request: Request, outcome: Outcome) -> tuple[
 
 
 def _ends(task: "TaskSet", request: Request, text: str) -> bool:
-    """Tell whether the grader of a request judges a text in time."""
+    """True where the grader of a request judges a text in time."""
     with suppress(OutOfTime, Exception, SystemExit), time_limit(task.grading_limit_s):
         task.score(request, text)
         return True

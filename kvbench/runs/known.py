@@ -1,9 +1,8 @@
-"""The run that a command ended with, found again before anything is loaded.
+"""Lookup of a command's finished run before anything is loaded.
 
-Which run a command means follows from its settings, code, libraries, files and machine, but only a loaded model and a
-loaded task say so in full (`runs/experiment.py`). What a command ended with is therefore noted in the folder of
-results, under a digest of all that could have changed the answer. A digest that is not there, or a run that is not as
-it was, means nothing: the command then goes the long way.
+The run of a command follows from its settings, code, libraries, files and machine, but its hash needs the loaded model
+and task (`runs/experiment.py`). The finished run is therefore noted in the folder of results under a digest of all that
+could change the answer. With an unknown digest, or a run that changed since, everything is loaded.
 """
 
 import hashlib
@@ -40,10 +39,10 @@ class Known:
     """A finished run and the full cache's that it is compared with.
 
     Args:
-        folder: Where the run lies.
+        folder: Folder of the run.
         record: Its run.json.
-        reference: The full cache's; None without one.
-        reference_folder: Where that lies.
+        reference: The full cache's run.json; None without one.
+        reference_folder: Folder of the full cache's run.
     """
 
     folder: Path
@@ -53,7 +52,7 @@ class Known:
 
 
 def find(digest: str | None, cfg: DictConfig) -> Known | None:
-    """The finished run that a configuration means, by its digest, if it is noted and is as it was."""
+    """Find the noted run of a configuration by its digest, if it is unchanged."""
     if digest is None:
         return None
     root = Path(str(cfg.results_dir))
@@ -78,7 +77,7 @@ def find(digest: str | None, cfg: DictConfig) -> Known | None:
 
 
 def keep(digest: str | None, cfg: DictConfig, folder: Path, record: RunRecord) -> None:
-    """Note which run a command ended with.
+    """Note the finished run of a command.
 
     Args:
         digest: That of its configuration before it ran: libraries set variables of their own.
@@ -96,15 +95,17 @@ def keep(digest: str | None, cfg: DictConfig, folder: Path, record: RunRecord) -
 
 
 def digest_of(cfg: DictConfig, method: str) -> str | None:
-    """A digest over all that can change what a command ends with; None where that cannot be told in a moment: code and
-    tasks of the user's own, models of the hub, shards, trackers, and runs that are to begin again."""
+    """Digest over everything that can change the run of a command; None where computing it takes long: user code and
+    tasks, models of the hub, shards, trackers, and `resume=false`."""
     settings: Any = OmegaConf.to_container(cfg, resolve=True)
     target, model, task = settings["method"].get("_target_"), settings["model"], settings["task"]
     if not (settings["resume"] is True and settings["tracker"] == "none" and settings["shard"] is None):
         return None
-    own = not str(target).startswith("kvbench.methods.") or task.get("include_path") or task.get("name") == "lm_eval"
-    place = model.get("path")
-    if own or (place is not None and not Path(str(place)).expanduser().exists()):
+    is_custom = (
+        not str(target).startswith("kvbench.methods.") or task.get("include_path") or task.get("name") == "lm_eval"
+    )
+    path = model.get("path")
+    if is_custom or (path is not None and not Path(str(path)).expanduser().exists()):
         return None
     named = list(_named_files({name: value for name, value in settings.items() if name != "results_dir"}))
     if len(named) > MOST_FILES:
@@ -138,7 +139,7 @@ def _named_files(value: object) -> Iterator[_Stat]:
 
 
 def _stats(folder: Path) -> Iterator[_Stat]:
-    """Every file below a folder, links to folders followed, but for what Python writes."""
+    """Every file below a folder, links to folders followed, except bytecode."""
     for parent, inner, names in os.walk(folder, followlinks=True):
         inner[:] = [name for name in inner if name != "__pycache__" and name != "tests"]
         for number, name in enumerate(names):
@@ -149,10 +150,10 @@ def _stats(folder: Path) -> Iterator[_Stat]:
 
 def _stat(path: Path) -> _Stat:
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return str(path), -1, -1
-    return str(path), found.st_size, found.st_mtime_ns
+    return str(path), status.st_size, status.st_mtime_ns
 
 
 def _state(folder: Path) -> list[list[int]]:
@@ -161,7 +162,7 @@ def _state(folder: Path) -> list[list[int]]:
 
 
 def _processor() -> list[str]:
-    """What the first processor says of its name and its instructions."""
+    """Name and instruction sets of the first processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,7 +1,7 @@
 """The policy, model, task and engine of a run.
 
-Torch and transformers take seconds to import, so the functions import what needs them: a wrong setting is answered
-before.
+Torch and transformers take seconds to import, so they are imported inside functions: a wrong setting is
+reported before.
 """
 
 import json
@@ -47,13 +47,13 @@ def make_policy(group: Mapping[str, Any]) -> "Policy":
         if not calibration.is_plain(value):
             why = "is no plain value; give a number, text, true, false, null or a list"
             raise ValueError(f"method.{name}={shown(value)} {why}")
-    found = policy_class(target)
+    cls = policy_class(target)
     with modes.kept(f"method._target_={target}"):
-        return read_settings(found, settings, "method.")
+        return read_settings(cls, settings, "method.")
 
 
 def policy_class(target: object) -> "type[Policy]":
-    """Find the class of a method by its module and name, also in a module of the user's own."""
+    """Find the class of a method by its module and name, also in a user's module."""
     from kvbench.policy import Policy
 
     wrong = f"method._target_={target} is no policy class"
@@ -63,12 +63,12 @@ def policy_class(target: object) -> "type[Policy]":
     module = ".".join(parts[:-1])
     try:
         with modes.kept(f"method._target_={target}", once=module):
-            found = getattr(import_module(module), parts[-1])
+            cls = getattr(import_module(module), parts[-1])
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{wrong}: {error}") from error
-    if not isinstance(found, type) or not issubclass(found, Policy) or not is_dataclass(found):
+    if not isinstance(cls, type) or not issubclass(cls, Policy) or not is_dataclass(cls):
         raise ValueError(f"{wrong}: it must be a dataclass derived from Policy")
-    return found
+    return cls
 
 
 def _compile_kernels() -> None:
@@ -89,7 +89,7 @@ def _compile_kernels() -> None:
 
 
 def _begin(group: Mapping[str, Any]) -> str:
-    """Say which model comes, since the imports alone take seconds, and begin to compile on another core."""
+    """Print which model is loaded, since the imports alone take seconds, and start to compile on another core."""
     name = str(group.get("path") or group.get("name") or group.get("preset") or group.get("kind"))
     note(f"loading model {name}")
     Thread(target=_compile_kernels, daemon=True).start()
@@ -97,8 +97,8 @@ def _begin(group: Mapping[str, Any]) -> str:
 
 
 class Loaders:
-    """Loads what runs are made of, and keeps the last model, the last task and the prompts that were read: a method and
-    its reference, and all jobs of a sweep, share them."""
+    """Loader of the parts of runs, with caches of the last model, the last task and the prompts: a method and its
+    reference, and all jobs of a sweep, share them."""
 
     def __init__(self) -> None:
         self._held: dict[str, tuple[str, Any]] = {}  # what -> the settings that decide it, and what they gave
@@ -110,7 +110,7 @@ class Loaders:
         return make_policy(group)
 
     def check_task(self, config: Any) -> None:
-        """Refuse a task that cannot be loaded whatever the model is, before a model is.
+        """Refuse a task that cannot be loaded with any model, before a model is loaded.
 
         Raises:
             MissingDataError: Names every part of the data that is missing.
@@ -139,7 +139,7 @@ class Loaders:
         """Refuse a model whose files are not there, or that the store cannot hold, before a job begins.
 
         Raises:
-            MissingWeightsError: Says where was looked.
+            MissingWeightsError: Names the searched folders.
             UnsupportedModel: Its attention cannot be held in the store.
             ValueError: The files are no model.
         """
@@ -150,7 +150,7 @@ class Loaders:
             self._check_supported(group)
 
     def check_fit(self, config: "RunConfig", policy: "Policy") -> None:
-        """Refuse a method, or settings, that the model's layers cannot do with, before the model is loaded.
+        """Refuse a method or settings that the model's layers do not support, before the model is loaded.
 
         Raises:
             UnsupportedModel: Its attention cannot be held in the store.
@@ -167,15 +167,15 @@ class Loaders:
             check_pass(outline.model, small_store(policy, shape, config.store))
 
     def try_out(self, experiment: Any, say: Callable[[str], None]) -> None:
-        """Run a method of the user's own on one short prompt; raises what `tryout.try_out` raises."""
+        """Run a user's method on one short prompt; raises as `tryout.try_out`."""
         from kvbench.runs.tryout import try_out
 
         try_out(experiment, self.make_engine, say)
 
     def take_model(self, group: Mapping[str, Any], model: "LoadedModel") -> None:
         """Take a model that was loaded elsewhere as the one of a model group."""
-        for what, found in (("begun", ""), ("outline", model), ("model", model)):
-            self._kept(what, as_dict(group), repeat(found).__next__)
+        for what, value in (("begun", ""), ("outline", model), ("model", model)):
+            self._kept(what, as_dict(group), repeat(value).__next__)
 
     def load_model(self, group: Mapping[str, Any]) -> "LoadedModel":
         """The model of a model group."""
@@ -190,7 +190,7 @@ class Loaders:
         return self._kept("model", as_dict(group), load)
 
     def _outline(self, group: Mapping[str, Any]) -> "LoadedModel | None":
-        """A model without weights; None where none can be made, for which loading it has better words."""
+        """Make the model without weights; None where that fails: loading it gives a better error."""
 
         def load() -> "LoadedModel | None":
             from kvbench.models.checkpoint import is_fault
@@ -203,8 +203,8 @@ class Loaders:
                     raise
                 return None
 
-        found: LoadedModel | None = self._kept("outline", as_dict(group), load)
-        return found
+        model: LoadedModel | None = self._kept("outline", as_dict(group), load)
+        return model
 
     def _check_supported(self, group: Mapping[str, Any]) -> None:
         from kvbench.engine.supported import check_supported
@@ -229,8 +229,8 @@ class Loaders:
     def make_engine(
         self, config: "RunConfig", model: "LoadedModel", policy: "Policy", *, prompts: "PromptCache | None" = None
     ) -> "Engine":
-        """The engine of a run, where the method fits the model, with the prompts that the others have read unless it is
-        given some."""
+        """Make the engine of a run, where the method fits the model; it shares the prompt cache of the other engines
+        unless it is given one."""
         from kvbench.engine.engine import Engine, grouped
         from kvbench.engine.supported import num_full_layers
         from kvbench.policy import check_sizes
@@ -272,7 +272,7 @@ class Loaders:
             self._shared = None
 
     def _kept(self, what: str, key: object, load: Callable[[], Any]) -> Any:
-        """Give the thing at hand where the settings are its own, or put a new one in its place."""
+        """Return the cached object where its settings are equal, else replace it by a new one."""
         text = json.dumps(key, sort_keys=True, default=str)
         if self._held.get(what, ("", None))[0] != text:
             self._held.pop(what, None)  # let go of the old one before the new one takes its memory

@@ -1,4 +1,4 @@
-"""A portion of a run's answers in a journal of its own, which one process writes."""
+"""A portion of a run's answers in a separate journal with one writer."""
 
 from collections.abc import Callable, Container, Generator, Sequence
 from contextlib import ExitStack, closing
@@ -13,14 +13,14 @@ from kvbench.results.record import Counts, RunRecord, Session
 from kvbench.results.sample import Key, SampleRecord
 from kvbench.runs.answers import Shown, compute_missing
 from kvbench.runs.experiment import Experiment, keys_of
-from kvbench.runs.sessions import Origin, describe, says_what_ended_it, session_of
+from kvbench.runs.sessions import Origin, describe, recording_end, session_of
 from kvbench.show.progress import Progress
 
 if TYPE_CHECKING:
     from kvbench.engine.cross_run_batch import Step
     from kvbench.engine.requests import Request
 
-Found = dict[Key, SampleRecord]
+Samples = dict[Key, SampleRecord]
 
 
 @dataclass(kw_only=True)
@@ -28,46 +28,46 @@ class Share:
     """The prompts of some runs that a worker takes.
 
     Args:
-        places: Their places among the prompts of the run: whole groups.
-        there: What anybody had finished of each run when the worker first came to it, by the run's folder.
+        places: Their indices among the prompts of the run: whole groups.
+        there: Answers of each run, by its folder, that were finished when the worker first reached it.
     """
 
     places: Sequence[int]
-    there: dict[Path, Found] = field(default_factory=dict)
+    there: dict[Path, Samples] = field(default_factory=dict)
     answers: int = 0
     """Answers that were computed."""
 
     def compute(
         self, experiment: Experiment, *, say: Callable[[str], None], origin: Origin, shown: Shown
-    ) -> "Generator[Request | Step, bool | None, tuple[RunRecord, Found]]":
-        """Finish this share of a run, in the worker's own journal of it; gives its record, and what there is now."""
-        folder, requests = experiment.folder, [experiment.task.requests[place] for place in self.places]
+    ) -> "Generator[Request | Step, bool | None, tuple[RunRecord, Samples]]":
+        """Finish this share of a run in the worker's journal; returns its record and all finished answers."""
+        folder, requests = experiment.folder, [experiment.task.requests[index] for index in self.places]
         if folder not in self.there:
             self.there[folder] = shards.finished(folder, experiment.hash, frozenset(experiment.keys))
-        there, place = self.there[folder], folder / shards.FOLDER / origin.worker
+        there, part = self.there[folder], folder / shards.FOLDER / origin.worker
         left = sum(key not in there for key in keys_of(requests))
         if not left:
             return RunRecord(status="complete"), there
-        computing = compute_portion(experiment, place, requests, done=there, say=say, origin=origin, shown=shown)
-        record, found = yield from computing
+        computing = compute_portion(experiment, part, requests, done=there, say=say, origin=origin, shown=shown)
+        record, samples = yield from computing
         self.answers += left
-        return record, found | there
+        return record, samples | there
 
 
 def compute_portion(
     experiment: Experiment,
-    place: Path,
+    part: Path,
     requests: "Sequence[Request]",
     *,
     done: Container[Key],
     say: Callable[[str], None],
     origin: Origin,
     shown: Shown = Progress,
-) -> "Generator[Request | Step, bool | None, tuple[RunRecord, Found]]":
-    """Finish what is left of some requests of a run; gives each request before its prompt is read.
+) -> "Generator[Request | Step, bool | None, tuple[RunRecord, Samples]]":
+    """Finish the remaining answers to some requests of a run; yields each request before its prompt is read.
 
     Args:
-        place: Folder of the portion, which nobody else writes to.
+        part: Folder of the portion; no other process writes to it.
         requests: Whole groups of the run.
         done: Answers that another journal has.
 
@@ -75,29 +75,29 @@ def compute_portion(
         The record of the portion, and all that its journal holds.
     """
     keys = keys_of(requests)
-    durable.make_folder(place)
-    own = shards.load_record(place, say) or RunRecord()
-    describe(experiment, own, origin)
-    own.counts = Counts(total=len(keys), samples=len(requests), done=sum(key in done for key in keys))
+    durable.make_folder(part)
+    part_record = shards.load_record(part, say) or RunRecord()
+    describe(experiment, part_record, origin)
+    part_record.counts = Counts(total=len(keys), samples=len(requests), done=sum(key in done for key in keys))
     with ExitStack() as stack:
-        journal = Journal(place / shards.SAMPLES, run=experiment.hash, keys=frozenset(experiment.keys), warn=say)
+        journal = Journal(part / shards.SAMPLES, run=experiment.hash, keys=frozenset(experiment.keys), warn=say)
         stack.enter_context(closing(journal))
-        stack.enter_context(says_what_ended_it(own, place))
-        with session_of(own, place, origin) as session:
+        stack.enter_context(recording_end(part_record, part))
+        with session_of(part_record, part, origin) as session:
             try:
                 yield from compute_missing(experiment, journal, session, requests=requests, done=done, shown=shown)
             finally:
                 backend = experiment.engine.backend
-                own.note_backend(backend.fallbacks, experiment.engine.graphs, backend.decodes)
+                part_record.note_backend(backend.fallbacks, experiment.engine.graphs, backend.decodes)
         if origin.worker:
-            own.sessions = [_as_one(own.sessions)]
-        own.status = "complete"
-        own.save(place)
-        return own, journal.records
+            part_record.sessions = [_as_one(part_record.sessions)]
+        part_record.status = "complete"
+        part_record.save(part)
+        return part_record, journal.records
 
 
 def _as_one(sessions: Sequence[Session]) -> Session:
-    """One stretch of work in place of several of the same process, which a worker has for every item."""
+    """Merge the sessions of one process, of which a worker has one for every item."""
     return replace(
         sessions[-1],
         started=sessions[0].started,

@@ -22,11 +22,11 @@ from kvbench.results.sample import SampleRecord
 from kvbench.results.shards import Shard
 from kvbench.results.writing import write_atomic
 from kvbench.runs.answers import Shown, compute_missing, finish
-from kvbench.runs.config import AUTO, NONE, OWN, RunConfig
+from kvbench.runs.config import AUTO, FULL_ANSWER, NONE, RunConfig
 from kvbench.runs.experiment import Experiment, keys_of, prepare
 from kvbench.runs.parts import Loaders
 from kvbench.runs.portions import compute_portion
-from kvbench.runs.sessions import Origin, describe, other_machine, says_what_ended_it, session_of
+from kvbench.runs.sessions import Origin, describe, other_machine, recording_end, session_of
 from kvbench.show.progress import Progress, note
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ MAX_LISTED = 100  # rows of broken data that run.json names; all are counted
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """A run that is asked for, prepared."""
+    """A requested run, prepared."""
 
     method: str
     experiment: Experiment
@@ -58,7 +58,7 @@ class Wanted:
     @property
     def forces_full(self) -> bool:
         """It is forced to give the full cache's answers."""
-        return self.config.forces_own and self.method != FULL
+        return self.config.forces_full_answer and self.method != FULL
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,14 +85,14 @@ class Run:
         return self.record.status in ("complete", "failed")
 
 
-# Steps of work on a run: each gives the request whose prompt is read next, a decode step that is due, or None where it
-# waits for another run. Who sends True, but behind a decode step, has its graded answers written in place of a step.
+# Steps of work on a run: each yields the request whose prompt is read next, a decode step that is due, or None while it
+# waits for another run. Send True to flush graded answers instead of advancing; not right after a decode step.
 Steps = Generator["Request | Step | None", bool | None, Run]
 Waits = Generator[None, None, Run | None]
 
 
 def verdict(experiment: Experiment, records: Sequence[SampleRecord]) -> str:
-    """Say why the run must not be used, or return an empty string.
+    """Reason why the run must not be used; empty where there is none.
 
     A method that did nothing, and a run in which no sample ended well, would otherwise pass as a result.
     """
@@ -164,27 +164,27 @@ def _write_config(experiment: Experiment) -> None:
 
 
 def compute_shard(experiment: Experiment, shard: Shard, *, say: Callable[[str], None], origin: Origin) -> None:
-    """Finish one shard of a run in a journal of its own. The run's lock is held at the start only, for a moment."""
-    folder, place = experiment.folder, shard.folder(experiment.folder)
+    """Finish one shard of a run in a separate journal. The run's lock is held at the start only, for a moment."""
+    folder, part = experiment.folder, shard.folder(experiment.folder)
     size = experiment.engine.group or 1
     requests = shard.part(experiment.task.requests, size)
     keys = keys_of(requests)
     if not keys:
         say(f"shard={shard} has nothing to do: the run has fewer batches of {size}")
         return
-    with run_lock(place, wait=True, say=say):
+    with run_lock(part, wait=True, say=say):
         with ExitStack() as stack:
             stack.enter_context(run_lock(folder, wait=True, say=say))
             journal, record = _opened(experiment, stack, say)
             shards.take_over(folder, journal, record, say)
-            shards.take(place, journal, record, say)
+            shards.take(part, journal, record, say)
             done = set(journal.records)
             if done.issuperset(keys):
                 return
             _write_config(experiment)
             describe(experiment, record, origin)
             _leave_open(experiment, record, journal)
-        finish(compute_portion(experiment, place, requests, done=done, say=say, origin=origin))
+        finish(compute_portion(experiment, part, requests, done=done, say=say, origin=origin))
 
 
 def _leave_open(experiment: Experiment, record: RunRecord, journal: Journal) -> None:
@@ -205,7 +205,7 @@ def execute(
     wait: bool = True,
     shown: Shown = Progress,
 ) -> Steps:
-    """Bring one run to its end, whatever state it is found in, in steps: it stops before each prompt that it reads.
+    """Finish one run from any state, in steps: it yields before each prompt that it reads.
 
     It waits while other processes have the run or parts of it, and then takes what they have finished. A process that
     waits holds one run at a time, so however many of them work on the same runs, in whatever order, one of them can
@@ -227,7 +227,7 @@ def execute(
             journal.clear()
             shards.clear(folder)
             record = RunRecord()
-        stack.enter_context(says_what_ended_it(record, folder))
+        stack.enter_context(recording_end(record, folder))
         before = dataclasses.asdict(record)
         shards.take_over(folder, journal, record, say)
         if any(key not in journal for key in experiment.keys):
@@ -289,7 +289,7 @@ def run_experiment(
         parts: The loaders; runs that get the same ones share the last model, the last task and the prompts that were
             read. New ones by default.
         say: Takes one-line notes; stderr by default.
-        origin: What asked for it, for `run.json`.
+        origin: Command or caller, for `run.json`.
 
     Returns:
         The run. Its status is `failed` when its result must not be used.
@@ -328,7 +328,7 @@ def _at_hand(full: Run | None) -> Waits:
 
 
 def comparable(full: Run, say: Callable[[str], None]) -> Run | None:
-    """The full cache's run, if it can be compared with; says why not where it failed."""
+    """The full cache's run, if it can be compared with; prints the reason where it failed."""
     if full.record.status == "failed":
         say(f"no comparison with the full cache, whose run failed: {full.record.message}")
     return full if full.record.status == "complete" else None
@@ -337,19 +337,19 @@ def comparable(full: Run, say: Callable[[str], None]) -> Run | None:
 def plan(
     cfg: Mapping[str, Any] | RunConfig, method: str, parts: Loaders, say: Callable[[str], None], origin: Origin
 ) -> Wanted:
-    """Prepare a run, and say which rows of its data were set aside."""
+    """Prepare a run, and print which rows of its data were set aside."""
     config = RunConfig.read(cfg)
-    if config.forces_own and method != FULL and config.reference != AUTO:
+    if config.forces_full_answer and method != FULL and config.reference != AUTO:
         raise ValueError(
-            f"fidelity.on={OWN} forces the full cache's answers, and reference={config.reference} makes none: set "
-            "reference=auto, or fidelity.max_tokens=0"
+            f"fidelity.on={FULL_ANSWER} forces the full cache's answers, and reference={config.reference} makes none: "
+            "set reference=auto, or fidelity.max_tokens=0"
         )
     experiment = prepare(config, method, parts)
     asks_nothing = any(not (one.max_new_tokens or one.choices) for one in experiment.task.requests)
-    if asks_nothing and (config.forces_own or config.fidelity.max_tokens == 0):
-        given = f"fidelity.on={OWN}" if config.forces_own else "fidelity.max_tokens=0"
+    if asks_nothing and (config.forces_full_answer or config.fidelity.max_tokens == 0):
+        forced = f"fidelity.on={FULL_ANSWER}" if config.forces_full_answer else "fidelity.max_tokens=0"
         raise ValueError(
-            f"task={experiment.task.name} asks for no answer, and {given} leaves nothing to force either; set "
+            f"task={experiment.task.name} asks for no answer, and {forced} leaves nothing to force either; set "
             "fidelity.on=gold fidelity.max_tokens=null"
         )
     parts.try_out(experiment, say)
@@ -364,7 +364,7 @@ def plan(
 
 
 def conclude(wanted: Wanted, done: Run) -> Run:
-    """Hand a run that ended to the tracker; say of a shard what is missing."""
+    """Pass a finished run to the tracker; print what a shard still lacks."""
     config, counts = wanted.config, done.record.counts
     if done.ended:
         for track in extensions.hooks("tracker.track") if config.tracker != NONE else ():
@@ -381,11 +381,13 @@ def answers_to_force(config: RunConfig, full: Run | None) -> list[SampleRecord]:
     """The answers of the full cache, unless it has not run, has failed, or has shards to come."""
     if full is not None and not full.ended:
         raise ValueError(
-            f"shard={config.shard}: fidelity.on={OWN} forces the full cache's answers, and only {len(full.samples)} of "
-            f"{full.record.counts.total} are there; give this command again when every shard of full has ended"
+            f"shard={config.shard}: fidelity.on={FULL_ANSWER} forces the full cache's answers, and only "
+            f"{len(full.samples)} of {full.record.counts.total} are there; "
+            "give this command again when every shard of full has ended"
         )
     if full is None or full.record.status != "complete":
         raise ValueError(
-            f"fidelity.on={OWN} forces the full cache's answers, and there are none: see why the run of full failed"
+            f"fidelity.on={FULL_ANSWER} forces the full cache's answers, and there are none: see why the run "
+            "of full failed"
         )
     return full.samples

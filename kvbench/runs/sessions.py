@@ -1,4 +1,4 @@
-"""Stretches of work on a run, in its `run.json`: what asked for each, where it ran, and what ended it."""
+"""Sessions of work on a run, in its `run.json`: command, machine and end of each."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ class Origin:
 
 @contextmanager
 def session_of(record: RunRecord, folder: Path, origin: Origin) -> Iterator[Session]:
-    """Add a stretch of work to `run.json`, which names its end whatever happens inside."""
+    """Add a session to `run.json`, which names its end whatever happens inside."""
     session = Session(started=now(), command=list(origin.command), worker=origin.worker)
     session.versions, session.git, session.machine = record.versions, record.git, record.machine
     record.started = record.started or session.started
@@ -52,9 +52,9 @@ def session_of(record: RunRecord, folder: Path, origin: Origin) -> Iterator[Sess
 
 
 @contextmanager
-def says_what_ended_it(record: RunRecord, folder: Path) -> Iterator[None]:
-    """Write into a run's `run.json` which signal stopped it, or what failed. A run that had ended stays what it was,
-    and one that a full disk ended goes on running."""
+def recording_end(record: RunRecord, folder: Path) -> Iterator[None]:
+    """Record in a run's `run.json` the signal or error that ended it. A run that had ended is unchanged, and one that a
+    full disk ended stays `running`."""
     try:
         yield
     except BaseException as error:
@@ -70,7 +70,7 @@ def says_what_ended_it(record: RunRecord, folder: Path) -> Iterator[None]:
 
 
 def describe(experiment: Experiment, record: RunRecord, origin: Origin) -> None:
-    """Write into a record what runs where, from now on."""
+    """Update a record with the software and machine that run it now."""
     record.experiment = origin.experiment or record.experiment
     record.task, record.model, record.method = experiment.task.name, experiment.model.name, experiment.method
     record.prompt_only, record.model_remark = experiment.policy.prompt_only, experiment.model.remark
@@ -86,8 +86,8 @@ def describe(experiment: Experiment, record: RunRecord, origin: Origin) -> None:
 
 
 def other_machine(record: RunRecord) -> str:
-    """Name what differs from the machine or the libraries of the last session; empty where nothing does."""
+    """Differences to the machine or the libraries of the last session; empty without any."""
     before = record.sessions[-1] if record.sessions else Session()
-    found = record.machine.differences(before.machine) if record.machine else []
+    changes = record.machine.differences(before.machine) if record.machine else []
     was, now = (one.versions.python if one.versions else "" for one in (before, record))
-    return "; ".join(found + [f"Python {was} then, {now} now"] * (bool(was) and was != now))
+    return "; ".join(changes + [f"Python {was} then, {now} now"] * (bool(was) and was != now))

@@ -1,4 +1,4 @@
-"""A method of the user's own on one short prompt, before the full cache takes minutes to read all of them."""
+"""Trial of a user's method on one short prompt, before the full cache takes minutes to read all of them."""
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -27,7 +27,7 @@ def try_out(experiment: Any, make_engine: "Callable[..., Engine]", say: Callable
 
     Raises:
         BrokenRule: Its numbers are not finite, or it keeps more or less than it declares.
-        Exception: Whatever the method raises.
+        Exception: Any error of the method.
     """
     target = str(experiment.config.method.get("_target_", ""))
     if target.startswith("kvbench.") or (RunRecord.load(experiment.folder) or RunRecord()).status == "complete":
@@ -41,10 +41,10 @@ def try_out(experiment: Any, make_engine: "Callable[..., Engine]", say: Callable
         where = f"on {len(request.prompt)} tokens of {request.sample_id}, before anything else is run"
         if outcome.status != "ok":
             raise BrokenRule(f"method {experiment.method}, {where}: {outcome.status}: {outcome.message}")
-        if found := complaint(experiment.policy, asdict(outcome)):
+        if broken := complaint(experiment.policy, asdict(outcome)):
             if not cut:
-                raise BrokenRule(f"method {experiment.method}, {where}: {found}")
-            say(f"! method {experiment.method}, {where}: {found}; the run fails where that is so of whole prompts")
+                raise BrokenRule(f"method {experiment.method}, {where}: {broken}")
+            say(f"! method {experiment.method}, {where}: {broken}; the run fails where that is so of whole prompts")
 
 
 def _short(request: Request) -> Request:

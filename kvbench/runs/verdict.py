@@ -1,4 +1,4 @@
-"""The verdict of a run's records on its method: whether it held its promises, and what readers should know of it."""
+"""Verdict of a run's records on its method: kept budgets and promises, and remarks for readers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -11,16 +11,16 @@ Kept = Mapping[str, Any]
 
 
 def complaint(policy: Policy, record: Mapping[str, Any]) -> str | None:
-    """Say in one line what is wrong when a sequence held more or less than its method promises (`Policy.bounds`), by a
-    sample's record (`kept` and `ledger`); None when nothing is, or nothing was counted."""
+    """One line on a sequence that held more or less than its method promises (`Policy.bounds`), by a sample's record
+    (`kept` and `ledger`); None when nothing is wrong, or nothing was counted."""
     kept: Kept = record.get("kept", {})
     if (ratio := kept.get("read_ratio", 0.0)) > 1:  # reading the bounds of pages costs bytes too
         return f"attention read {ratio:.3f} of the bytes it holds, which saves nothing"
     bounds = policy.bounds(extent(kept)) if "prompt_slots" in kept else None
     if bounds is None:
         return None
-    if found := _of_prompt(bounds, kept) or _at_end(bounds, kept):
-        return found
+    if text := _of_prompt(bounds, kept) or _at_end(bounds, kept):
+        return text
     resident = record.get("ledger", {}).get("resident_bytes", 0)
     if resident > bounds.resident_bytes:
         return f"{resident} bytes held at the end, but the budget allows {bounds.resident_bytes:g}"
@@ -29,25 +29,25 @@ def complaint(policy: Policy, record: Mapping[str, Any]) -> str | None:
 
 def extent(kept: Kept) -> Extent:
     """The lengths of a sequence from a record's `kept`; one without an answer ends with its prompt."""
-    given = {"tokens_seen": kept["prompt_tokens"]} | dict(kept)
-    return Extent(**{item.name: given[item.name] for item in fields(Extent) if item.name in given})
+    values = {"tokens_seen": kept["prompt_tokens"]} | dict(kept)
+    return Extent(**{item.name: values[item.name] for item in fields(Extent) if item.name in values})
 
 
 def _of_prompt(bounds: Bounds, kept: Kept) -> str | None:
-    """Find what is wrong behind the prompt."""
+    """Violation after the prompt."""
     mean = kept["prompt_slots"] / kept["lists"]
     lists = [float(kept[name]) for name in ("prompt_slots_max", "prompt_slots_min") if name in kept]
     sizes = bounds.prompt_sizes
     for count, (least, most) in [(mean, bounds.prompt_mean), *((count, bounds.prompt) for count in lists)]:
         if not least <= count <= most or (sizes and not set(lists) <= set(sizes)):
-            asked = _said(count, least, most) if not sizes else " or ".join(map(str, sorted(set(sizes))))
+            required = _said(count, least, most) if not sizes else " or ".join(map(str, sorted(set(sizes))))
             held = f"a head kept {count:g} of {kept['prompt_tokens']} prompt tokens ({mean:g} on average)"
-            return f"{held}, but {bounds.why} {asked}"
+            return f"{held}, but {bounds.why} {required}"
     return None
 
 
 def _at_end(bounds: Bounds, kept: Kept) -> str | None:
-    """Find what is wrong behind the last token."""
+    """Violation after the last token."""
     if (slots := kept.get("slots_per_tier")) is None:
         return None
     held, inside = sum(slots) / kept["lists"], sum(slots[tier] for tier in bounds.tiers) / kept["lists"]
@@ -66,7 +66,7 @@ def _said(count: float, least: float, most: float) -> str:
 
 
 def remark(policy: Policy, records: Sequence[Mapping[str, Any]]) -> str:
-    """Say what readers of a run should know of what its method did, from its samples' records; empty = nothing."""
+    """Remark for readers of a run on its method, from its samples' records; empty without one."""
     held: list[Kept] = [record["kept"] for record in records if record.get("kept")]
     if isinstance(policy, Ranked) and policy.threshold is not None and policy.protect != "prompt":
         return _of_threshold(policy.threshold, [(kept, policy.fewest_of_prompt(extent(kept))) for kept in held])
@@ -74,7 +74,7 @@ def remark(policy: Policy, records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _of_threshold(threshold: float, samples: Sequence[tuple[Kept, int]]) -> str:
-    """Say what share of the prompts reached a threshold, and whether that was everything or nothing.
+    """Remark on the share of the prompts that reached a threshold, where that was everything or nothing.
 
     Args:
         samples: Of each sample its `kept`, and the tokens per list that stay whatever their score is.
@@ -92,7 +92,7 @@ def _of_threshold(threshold: float, samples: Sequence[tuple[Kept, int]]) -> str:
 
 
 def _of_tiers(policy: Policy, held: Sequence[Kept]) -> str:
-    """Say that a method with several tiers had use for one, and dropped nothing."""
+    """Remark on a method with several tiers that used one, and dropped nothing."""
     if len(policy.tiers) < 2 or any(kept.get("slot_ratio", 0) < 1 or "slots_per_tier" not in kept for kept in held):
         return ""
     slots = [sum(counts) for counts in zip(*(kept["slots_per_tier"] for kept in held), strict=True)]
@@ -103,7 +103,7 @@ def _of_tiers(policy: Policy, held: Sequence[Kept]) -> str:
 
 
 def _of_bits(policy: Policy, held: Sequence[Kept]) -> str:
-    """Say how many bits keys and values have on average."""
+    """Remark on the average bits of keys and values."""
     slots = [sum(counts) for counts in zip(*(kept["slots_per_tier"] for kept in held), strict=True)]
     if not sum(slots) or any(tier.native for tier in policy.tiers):
         return ""

@@ -62,28 +62,28 @@ def long_tables(records: Sequence[RunRecord]) -> list[Table]:
     ):
         held = [record.task_aggregate.get(part) or {} for record in records]
         rows = [
-            (heading, [statistic(found.get(name), factor) for found in held])
+            (heading, [statistic(agreement.get(name), factor) for agreement in held])
             for name, (heading, factor) in names.items()
-            if any(name in found for found in held)
+            if any(name in agreement for agreement in held)
         ]
         if any(held):
             tables.append(across(title, "", records, rows, count=False))
     return tables
 
 
-def statistic(found: dict | None, factor: float) -> str:
+def statistic(estimate: dict | None, factor: float) -> str:
     """A statistic of all tokens, as `run.json` has it, in shown units with its interval."""
-    if not found or found["value"] is None:
+    if not estimate or estimate["value"] is None:
         return NONE
     form = "{:.1f}" if factor == SCORE.scale else "{:.3g}"
-    text = form.format(factor * found["value"])
-    if found["low"] is None or found["high"] is None:
+    text = form.format(factor * estimate["value"])
+    if estimate["low"] is None or estimate["high"] is None:
         return text
-    return f"{text} [{form.format(factor * found['low'])}, {form.format(factor * found['high'])}]"
+    return f"{text} [{form.format(factor * estimate['low'])}, {form.format(factor * estimate['high'])}]"
 
 
 def along_answers(records: Sequence[RunRecord]) -> list[Table]:
-    """Distance of the predictions from the full cache's along the answer, where answers are long enough to tell."""
+    """Distance of the predictions from the full cache's along the answer, where answers are long enough."""
     ranges = {one.first: one.last for record in records for one in record.drift}
     if max(ranges, default=0) < DRIFT_FROM:
         return []

@@ -1,4 +1,4 @@
-"""The one picture of a run: quality against bytes, and what the bytes are."""
+"""Picture of a run: quality against bytes, and the items of these bytes."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ from kvbench.show.picture import (
     HATCHES,
     ITEM_COLOURS,
     STYLES,
-    item_place,
+    item_index,
     lay_out,
     method_style,
     name_points,
@@ -32,18 +32,18 @@ SLIGHT_PCT = 0.5  # of the FP16 cache: items below it are in the length of the b
 
 
 def _quality(axes: "Axes", records: Sequence[RunRecord]) -> list[tuple[str, tuple[float, float], str]]:
-    """Scores against bytes; gives what `name_points` needs to name each method's last point."""
+    """Draw scores against bytes; returns the arguments of `name_points` for each method's last point."""
     ends = []
     for method in dict.fromkeys(record.method for record in records):
         colour, marker = method_style(method)
-        own = [record for record in records if record.method == method]
-        for place, members in enumerate(_lines(own)):
+        of_method = [record for record in records if record.method == method]
+        for index, members in enumerate(_lines(of_method)):
             points = sorted(point for record in members if (point := _point(record)))
             if not points:
                 continue
             ratio, value, low, high = zip(*points, strict=True)
             bars = [[a - b for a, b in zip(value, low, strict=True)], [b - a for a, b in zip(value, high, strict=True)]]
-            style: dict[str, Any] = {"color": colour, "marker": marker, "linestyle": STYLES[place % len(STYLES)]}
+            style: dict[str, Any] = {"color": colour, "marker": marker, "linestyle": STYLES[index % len(STYLES)]}
             if any(not (a or b) for a, b in zip(*bars, strict=True)):
                 style["fillstyle"] = "none"
             axes.errorbar(ratio, value, yerr=bars, capsize=3, markersize=8, linewidth=1.2, **style)
@@ -62,12 +62,12 @@ def _quality(axes: "Axes", records: Sequence[RunRecord]) -> list[tuple[str, tupl
 def _lines(records: Sequence[RunRecord]) -> list[list[RunRecord]]:
     """The runs of a method that a line may join: those whose settings differ in numbers only. A precision is no step on
     the way from one budget to the next."""
-    found: dict[str, list[RunRecord]] = {}
+    by_words: dict[str, list[RunRecord]] = {}
     for record in records:
         settings = record.identity.get("method", {})
         words = {key: value for key, value in settings.items() if not isinstance(value, int | float)}
-        found.setdefault(str(sorted(words.items(), key=str)), []).append(record)
-    return list(found.values())
+        by_words.setdefault(str(sorted(words.items(), key=str)), []).append(record)
+    return list(by_words.values())
 
 
 def _point(record: RunRecord) -> tuple[float, float, float, float] | None:
@@ -95,9 +95,9 @@ def _bytes(axes: "Axes", records: Sequence[RunRecord]) -> "list[Text]":
             if count * scale < SLIGHT_PCT:  # it would be no more than a line
                 left += count * scale
                 continue
-            place = item_place(name)
-            style: dict[str, Any] = {"facecolor": ITEM_COLOURS[place], "edgecolor": "white"}
-            style["hatch"] = HATCHES[place % len(HATCHES)]
+            index = item_index(name)
+            style: dict[str, Any] = {"facecolor": ITEM_COLOURS[index], "edgecolor": "white"}
+            style["hatch"] = HATCHES[index % len(HATCHES)]
             shown[name] = style
             axes.barh(row, count * scale, left=left, height=0.5, linewidth=0.6, **style)
             left += count * scale
@@ -135,7 +135,7 @@ def _make_room(axes: "Axes", named: "Sequence[Text]") -> None:
 
 
 def draw(records: Sequence[RunRecord], path: Path) -> Path:
-    """Draw the picture of one task's and model's runs into a PNG file, in one atomic step; gives its path.
+    """Draw the picture of one task's and model's runs into a PNG file, in one atomic step; returns its path.
 
     The same records give the same bytes on the same matplotlib.
     """

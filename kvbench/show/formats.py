@@ -41,19 +41,19 @@ def text(table: Sheet, width: int) -> str:
     """For a terminal: columns that do not fit go on below, under the same first column; a star for bold."""
     words = table.cells(lambda words, stands_out: f"{words}{'*' if stands_out else ' '}")
     words = [[row[0][:-1], *row[1:]] for row in words]
-    widths = [max(len(row[place]) for row in words) for place in range(len(words[0]))]
+    widths = [max(len(row[column]) for row in words) for column in range(len(words[0]))]
     blocks, block, used = [], [0], widths[0]
-    for place in range(1, len(widths)):
-        if used + 1 + widths[place] > width and len(block) > 1:
+    for column in range(1, len(widths)):
+        if used + 1 + widths[column] > width and len(block) > 1:
             blocks.append(block)
             block, used = [0], widths[0]
-        block.append(place)
-        used += 1 + widths[place]
+        block.append(column)
+        used += 1 + widths[column]
     lines = [piece for why in table.unfit for piece in textwrap.wrap(f"! {_line(why)}", max(40, width))]
     lines.append(table.title)
     for part in [*blocks, block]:
         for row in words:
-            cells = [row[0].ljust(widths[0]), *(row[place].rjust(widths[place]) for place in part[1:])]
+            cells = [row[0].ljust(widths[0]), *(row[column].rjust(widths[column]) for column in part[1:])]
             lines.append(" ".join(cells).rstrip())
         lines.append("")
     for line in map(_line, table.legend("*")):
@@ -85,7 +85,7 @@ def markdown(table: Sheet, width: int) -> str:
 
 
 def _escaped(words: str, stands_out: bool = False) -> str:
-    """A text that LaTeX prints as it is."""
+    """Escape a text for LaTeX."""
     shown = "".join(TEX.get(char, char) for char in words)
     return f"\\textbf{{{shown}}}" if stands_out else shown
 
@@ -100,12 +100,12 @@ def latex(table: Sheet, width: int) -> str:
     lines.append(f"\\caption{{{_escaped(caption)}}}")
     lines += [r"\resizebox{\textwidth}{!}{%", f"\\begin{{tabular}}{{l{'r' * (len(head) - 1)}}}", r"\toprule"]
     if table.spans:
-        cells, rules, place = ["", ""], [], 3  # the columns begin behind two others
+        cells, rules, column = ["", ""], [], 3  # the columns begin behind two others
         for name, count in table.spans:
             cells.append(f"\\multicolumn{{{count}}}{{c}}{{{_escaped(_line(name))}}}")
-            rules.append(f"\\cmidrule(lr){{{place}-{place + count - 1}}}")
-            place += count
-        lines += [" & ".join([*cells, *[""] * (len(head) - place + 1)]) + r" \\", "".join(rules)]
+            rules.append(f"\\cmidrule(lr){{{column}-{column + count - 1}}}")
+            column += count
+        lines += [" & ".join([*cells, *[""] * (len(head) - column + 1)]) + r" \\", "".join(rules)]
     rows = [" & ".join(row) + r" \\" for row in (head, *body)]
     lines += [rows[0], r"\midrule", *rows[1:], r"\bottomrule", r"\end{tabular}}", r"\end{table*}"]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Short names for runs in tables and pictures: the method, and what tells it from the other runs of that method."""
+"""Short names for runs in tables and pictures: the method, and the settings that distinguish it from its other runs."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -39,7 +39,7 @@ def label_runs(records: "Sequence[RunRecord]", separator: str = " ") -> list[str
     names: dict[str, set[str]] = {}
     for label, record in zip(labels, records, strict=True):
         names.setdefault(label, set()).add(record.hash)
-    pairs = zip(labels, records, strict=True)  # what was cut short may not tell two runs apart
+    pairs = zip(labels, records, strict=True)  # shortened labels may not distinguish two runs
     return [f"{label} {record.hash[:6]}" if len(names[label]) > 1 else label for label, record in pairs]
 
 

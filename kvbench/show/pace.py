@@ -1,4 +1,4 @@
-"""How fast runs read prompts and decode answers, and how long they will take for the rest."""
+"""Rates at which runs read prompts and decode answers, and the time left."""
 
 import time
 from collections import deque
@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 class Pace:
     """The pace of one run, measured from the moment it begins to read; loading a model is no part of it.
 
-    A clock runs between `read` or the last step, and the next step or `pause`: what passes while others have their turn
-    does not count.
+    A clock runs between `read` or the last step, and the next step or `pause`: time of other runs' turns does not
+    count.
 
     Args:
         prompts: Prompts that have to be read.
@@ -38,31 +38,31 @@ class Pace:
     _reading: int = field(default=0, init=False)  # tokens
 
     def read(self, tokens: int, answers: int) -> None:
-        """A prompt is read from now on, for so many answers."""
+        """Start the clock of a prompt for so many answers."""
         self._since, self._reading = time.monotonic(), tokens
         self._paused_s, self._paused = self.paused_s, None
         self._begun += [self._steps] * answers
         self.num_read += 1
 
     def step(self, tokens_per_s: float, rows: int) -> None:
-        """One step of so many rows, or several, have been decoded; the first behind a prompt counts as its reading."""
+        """Count one or several decode steps of so many rows; the first after a prompt counts as its reading."""
         passed = self._lap()
         self.decode_s += passed
         self._steps += passed * tokens_per_s / rows
 
     def end(self) -> None:
-        """An answer has ended: of those under way, as good as the first."""
+        """Count a finished answer, as if it were the oldest one under way."""
         self.num_ended += 1
         if self._begun:
             self._ended_steps += self._steps - self._begun.popleft()
 
     def pause(self) -> None:
-        """Others have their turn from now on."""
+        """Stop the clock for the turns of other runs."""
         self.decode_s += self._lap()
         self._since, self._paused = None, time.monotonic()
 
     def go_on(self, taken_s: float) -> None:
-        """Its turn again; of what others did meanwhile, so many seconds were its own."""
+        """Restart the clock; add so many seconds of the other runs' turns that were its own."""
         self._paused_s, self._paused = self.paused_s - taken_s, None
         self._since = time.monotonic() - taken_s
 
@@ -77,7 +77,7 @@ class Pace:
 
     @property
     def paused_s(self) -> float:
-        """Seconds in which others had their turn."""
+        """Seconds of other runs' turns."""
         return self._paused_s + (0.0 if self._paused is None else time.monotonic() - self._paused)
 
     @property
@@ -97,7 +97,7 @@ class Pace:
 
     @property
     def is_settled(self) -> bool:
-        """As many answers have ended as are under way: those that ended first were the shortest."""
+        """True where as many answers have ended as are under way: those that ended first were the shortest."""
         return 0 < self.num_ended >= len(self._begun)
 
     @property
@@ -112,7 +112,7 @@ class Pace:
 
 
 def left_s(paces: Sequence[Pace]) -> tuple[str, float] | None:
-    """Seconds that runs still take, and `at most` or nothing: at most while fewer answers have ended than are under
+    """Seconds that runs still need, and `at most` or nothing: at most while fewer answers have ended than are under
     way. A run that has not come to it is taken to be as fast as the fastest reader, and to decode as the others do on
     average. None before the first step of decoding: until then most of the work may still be unknown."""
     read = [pace.token_s for pace in paces if pace.token_s is not None]

@@ -1,7 +1,7 @@
 """The colours, markers and hatches of all pictures, and the one way from a figure to the bytes of a file.
 
-Okabe and Ito's palette, with black for its yellow, which white paper swallows: told apart with every kind of colour
-blindness. Markers, lines and hatches say the same in black and white. Every text in a picture is drawn as it is.
+Okabe and Ito's palette, with black for its yellow, which is invisible on white: distinguishable with every kind of
+colour blindness. Markers, lines and hatches repeat it in black and white. Text in a picture is drawn literally.
 """
 
 import io
@@ -55,10 +55,10 @@ def method_style(method: str) -> tuple[str, str]:
     if method == FULL:
         return FULL_STYLE
     count = len(METHOD_COLOURS)
-    own = len(METHODS)  # a method from elsewhere has no marker and colour of one from here
-    rest = count * len(METHOD_MARKERS) - own
-    place = METHODS.index(method) if method in METHODS else own + crc32(method.encode(errors="replace")) % rest
-    row, column = divmod(place, count)
+    num_known = len(METHODS)  # a method from elsewhere has no marker and colour of one from here
+    rest = count * len(METHOD_MARKERS) - num_known
+    index = METHODS.index(method) if method in METHODS else num_known + crc32(method.encode(errors="replace")) % rest
+    row, column = divmod(index, count)
     return METHOD_COLOURS[column], METHOD_MARKERS[row]
 
 
@@ -70,19 +70,19 @@ ITEMS = (
 ITEM_COLOURS = (*COLOURS, PURPLE, BROWN, TEAL)
 
 
-def item_place(name: str) -> int:
-    """Place in `ITEM_COLOURS`, and modulo their number in `HATCHES`, of an item of the ledger, as `slack_bytes` is."""
+def item_index(name: str) -> int:
+    """Index in `ITEM_COLOURS`, and modulo their number in `HATCHES`, of an item of the ledger, as `slack_bytes` is."""
     return ITEMS.index(name) if name in ITEMS else crc32(name.encode(errors="replace")) % len(COLOURS)
 
 
-# What a file would say of the program and the day is left out: the same results give the same bytes.
+# Program and date are left out of a file: the same results give the same bytes.
 METADATA: dict[str, dict[str, Any]] = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}
 METADATA["pdf"] = {"CreationDate": None, "Creator": None, "Producer": None}
 
 PLAIN: dict[Any, Any] = {"font.family": "DejaVu Sans", "svg.hashsalt": "kvbench", "svg.fonttype": "path"}
 
-LINE_HEIGHT = 1.3  # of a name beside a panel, in sizes of its text
-NAMES_LEFT = 1.035  # where names beside a panel begin, in widths of the panel
+LINE_HEIGHT = 1.3  # of a name next to a panel, in sizes of its text
+NAMES_LEFT = 1.035  # where names next to a panel begin, in widths of the panel
 _heading = ""  # of this process's pictures: what `headed` was given
 
 
@@ -154,32 +154,32 @@ def width_in(name: str, size: float) -> float:
 
 def legend_below(figure: "Figure", size: float) -> None:
     """Put one legend of all panels below a picture, in points of a size: each name once, in as many columns as fit."""
-    found: dict[str, Any] = {}
+    handles: dict[str, Any] = {}
     for panel in figure.axes:
         for handle, name in zip(*panel.get_legend_handles_labels(), strict=True):
-            found.setdefault(name, handle)
+            handles.setdefault(name, handle)
     line_in = 4.5 * size / 72  # a line before a name, and the room around both
-    columns = int(figure.get_figwidth() / (line_in + max((width_in(name, size) for name in found), default=0.0)))
+    columns = int(figure.get_figwidth() / (line_in + max((width_in(name, size) for name in handles), default=0.0)))
     where: dict[str, Any] = {"loc": "outside lower center", "ncols": max(1, columns)}
-    figure.legend(list(found.values()), list(found), frameon=False, fontsize=size, **where)
+    figure.legend(list(handles.values()), list(handles), frameon=False, fontsize=size, **where)
 
 
 def share_bars(rows: "Sequence[tuple[str, Mapping[str, float]]]", last: str, what: str) -> "Figure":
-    """A bar for each row, its shares beside one another.
+    """Stacked horizontal bars of shares, one for each row.
 
     Args:
         rows: Of each row its name, and name of a part -> its share of the row, in [0, 1].
         last: The part that stands in grey at the right.
-        what: What the shares are of, in words.
+        what: Noun that the shares are of.
     """
     from matplotlib.figure import Figure
 
     made = Figure(figsize=(6.4, 0.9 + 0.24 * len(rows)), dpi=200, layout="constrained")
     axes, left = made.subplots(), [0.0] * len(rows)
     names = [*dict.fromkeys(name for _, parts in rows for name in parts if name != last), last]
-    for place, name in enumerate(names):
+    for index, name in enumerate(names):
         widths = [100 * parts.get(name, 0.0) for _, parts in rows]
-        colour = GREY if name == last else COLOURS[place % len(COLOURS)]
+        colour = GREY if name == last else COLOURS[index % len(COLOURS)]
         axes.barh(range(len(rows)), widths, left=left, color=colour, label=name, edgecolor="white", lw=0.4)
         left = [start + width for start, width in zip(left, widths, strict=True)]
     axes.set(yticks=range(len(rows)), yticklabels=[name for name, _ in rows], xlim=(0, 100), xlabel=what)
@@ -203,7 +203,7 @@ def drawn(make: "Callable[[], Figure]", kind: str, style: Mapping[Any, Any], **o
 
 
 def lay_out(figure: "Figure") -> None:
-    """Give every part of a figure, which has its canvas, the place that it has when the figure is drawn."""
+    """Lay out a figure, which has its canvas, as it will be drawn."""
     import matplotlib as mpl
 
     _write_plainly(figure)
@@ -212,7 +212,7 @@ def lay_out(figure: "Figure") -> None:
 
 
 def _write_plainly(figure: "Figure") -> None:
-    """Let no text be a formula, and what no font can show a question mark."""
+    """Make every text literal, with a question mark for characters that no font has."""
     from matplotlib.text import Text
 
     for text in figure.findobj(Text):
@@ -227,7 +227,7 @@ def _write_plainly(figure: "Figure") -> None:
 def picture_bytes(figure: "Figure", kind: str, **options: Any) -> bytes:
     """Draw a figure, which has its canvas, as `png`, `svg` or `pdf`, with further options of `savefig`.
 
-    No text is a formula: a dollar in a name is a dollar. What no font can show becomes a question mark.
+    No text is a formula: a dollar in a name is a dollar. A character that no font has becomes a question mark.
     """
     import matplotlib as mpl
 

@@ -1,5 +1,4 @@
-"""Words of a run while it works: a live bar on a terminal, a line for each stage and each tenth anywhere else. All goes
-to stderr."""
+"""Progress of a run on stderr: a live bar on a terminal, a line for each stage and each tenth elsewhere."""
 
 import sys
 import threading
@@ -69,14 +68,14 @@ def log(text: str) -> None:
 
 
 def note(text: str) -> None:
-    """Say one line on stderr, and in the log."""
+    """Print one line on stderr and into the log."""
     print(visible(text), file=sys.stderr, flush=True)
     log(text)
 
 
 @contextmanager
 def said_when_slow(text: str) -> Iterator[None]:
-    """Say on stderr what the work inside is, if it takes longer than a reader waits without a word."""
+    """Name the work of the block on stderr if it takes long."""
     timer = threading.Timer(PATIENCE_S, note, [f"{text} ..."])
     timer.daemon = True
     timer.start()
@@ -145,7 +144,7 @@ class Progress:
         if self._live is not None:
             self._live.stop()
         elif self.done > self._first:
-            with suppress(OSError):  # what ended the work must be told, not that nobody listens any more
+            with suppress(OSError):  # the error that ended the work must be shown, not that stderr is closed
                 self._write(f"{self.label}: {self.state()}")
 
     def state(self) -> str:
@@ -167,11 +166,11 @@ class Progress:
         return ", ".join(parts)
 
     def add(self, total: int, done: int) -> None:
-        """Take in more work, of which so much was done before."""
+        """Add work, of which so much was done before."""
         self.total, self.done, self._first = self.total + total, self.done + done, self._first + done
 
     def follow(self, pace: Pace) -> None:
-        """Take this pace into the time that is left, too."""
+        """Include this pace in the time left."""
         self._paces.append(pace)
 
     def show(self) -> None:
@@ -191,7 +190,7 @@ class Progress:
         self.show()
 
     def step(self, info: dict) -> None:
-        """Take what the engine tells after a decode step: `decode_tokens_per_s`, `cache_bytes`."""
+        """Update from the engine's numbers after a decode step: `decode_tokens_per_s`, `cache_bytes`."""
         self._rate = info.get("decode_tokens_per_s", self._rate)
         self._cache_bytes = info.get("cache_bytes", self._cache_bytes)
         self.show()

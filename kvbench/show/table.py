@@ -1,4 +1,4 @@
-"""The table at the end of a run: quality and cost of each method beside the full cache, on the terminal."""
+"""The table at the end of a run: quality and cost of each method and the full cache, on the terminal."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -38,7 +38,7 @@ from kvbench.stats.intervals import Estimate
 
 Cell = Callable[[RunRecord], str]
 KEPT = ("prompt_tokens", "tokens_seen", "prompt_slots", "lists")
-LIFTED = 0.05  # of the tokens: what answers must add to a prompt's share before it is told
+LIFTED = 0.05  # of the tokens: that answers must add to a prompt's share before it is shown
 ENDS = {
     "num_answers": ("answers", "{:.0f}"),
     "mean_tokens": ("mean tokens", "{:.1f}"),
@@ -68,7 +68,7 @@ def _num(record: RunRecord) -> str:
     scored = metric.num_samples if metric else 0
     if record.counts.ok == record.counts.total:
         return f"{scored}"
-    return f"{scored} of {'?' if record.num_asked is None else record.num_asked}"
+    return f"{scored} of {'?' if record.num_prompts is None else record.num_prompts}"
 
 
 def _difference(record: RunRecord) -> str:
@@ -82,8 +82,8 @@ def _difference(record: RunRecord) -> str:
 
 def _value(record: RunRecord, what: Measure, form: str, missing: float | None = None) -> str:
     """A measure in shown units; `missing` is the value of runs that do not have it."""
-    found = what.of_run(record)
-    value = missing if found is None else found
+    measured = what.of_run(record)
+    value = missing if measured is None else measured
     return NONE if value is None else format(what.scale * value, form)
 
 
@@ -93,7 +93,7 @@ def _bytes(record: RunRecord, what: Measure) -> str:
 
 
 def _loses_to(record: RunRecord, chance: RunRecord) -> bool:
-    """True if a run scores less than another on as many samples, which holds no more bytes."""
+    """True if a run scores less than another run on as many samples that holds no more bytes."""
     both = [each.metrics.get(record.primary) for each in (record, chance)]
     held = [RESIDENT.of_run(each) for each in (record, chance)]
     if record.counts.total != chance.counts.total or None in held:
@@ -129,7 +129,7 @@ def _seen(record: RunRecord) -> str:
 
 
 def _shares(records: Sequence[RunRecord]) -> list[str]:
-    """Says how a share of the prompt became the share of the bytes that the table shows, where answers are long."""
+    """Note on how a share of the prompt became the shown share of the bytes, where answers are long."""
     said = []
     for label, record in zip(label_runs(records), records, strict=True):
         prompt, seen, slots, lists = (record.kept.get(name, 0.0) for name in KEPT)
@@ -145,7 +145,7 @@ def _shares(records: Sequence[RunRecord]) -> list[str]:
 
 
 def _speed_notes(records: Sequence[RunRecord]) -> list[str]:
-    """Says which speeds are no claim, and why."""
+    """Notes on speeds that are no claim, with reasons."""
     notes = []
     if slow := ", ".join(record.method for record in records if record.backend == "torch"):
         notes.append(f"Speed is no claim for {slow}: backend torch is the plain reference, made to be right.")
@@ -157,7 +157,7 @@ def _speed_notes(records: Sequence[RunRecord]) -> list[str]:
 
 
 def _notes(records: Sequence[RunRecord]) -> list[str]:
-    """Sentences without which the numbers are read wrong."""
+    """Notes without which the numbers would be misread."""
     notes = [LEGEND]
     if _chunked(records):
         notes.append(
@@ -218,7 +218,7 @@ def _notes(records: Sequence[RunRecord]) -> list[str]:
 
 
 def _fidelity_notes(record: RunRecord) -> list[str]:
-    """Says of NLL and KL that they are of fewer samples than the score."""
+    """Note where NLL and KL are of fewer samples than the score."""
     if KL.key not in record.fidelity:
         return []
     held = [(what.short, record.fidelity.get(what.key)) for what in (NLL, KL)]
@@ -233,15 +233,15 @@ def _fidelity_notes(record: RunRecord) -> list[str]:
 
 
 def _by(records: Sequence[RunRecord]) -> list[Table]:
-    """The score for each task, length or depth, where a task tells its samples apart so."""
+    """The score for each task, length or depth, where a task groups its samples by one."""
     last, tables = records[-1], []
     for key, groups in last.task_aggregate.get("by", {}).items():
         if len(groups) < 2:
             continue
         rows = []
         for name, numbers in groups.items():
-            found = [r.task_aggregate.get("by", {}).get(key, {}).get(name, {}).get(r.primary) for r in records]
-            cells = [NONE if value is None else f"{SCORE.scale * value:.1f}" for value in found]
+            scores = [r.task_aggregate.get("by", {}).get(key, {}).get(name, {}).get(r.primary) for r in records]
+            cells = [NONE if value is None else f"{SCORE.scale * value:.1f}" for value in scores]
             rows.append((safe(name), [*cells, str(numbers["num_samples"])]))
         title = f"{last.primary or 'score'} by {safe(key)}, %"
         tables.append(across(title, safe(key), records, rows))
@@ -254,12 +254,12 @@ def _answer(record: RunRecord, name: str, form: str) -> str:
 
 
 def _sampled(record: RunRecord, name: str) -> str:
-    found = record.task_aggregate.get("sampling", {}).get(name)
-    return percent(Estimate(**found) if found else None)
+    estimate = record.task_aggregate.get("sampling", {}).get(name)
+    return percent(Estimate(**estimate) if estimate else None)
 
 
 def _answers(records: Sequence[RunRecord]) -> list[Table]:
-    """Ends of the answers, and what several answers to one problem say."""
+    """Ends of the answers, and statistics of several answers to one problem."""
     last = records[-1].task_aggregate
     tables = []
     if "answers" in last:

@@ -16,11 +16,11 @@ NO_INTERVAL = "[no interval]"  # in the place of an interval that cannot be comp
 
 
 class PlainConsole(Console):
-    """A console on which no text is an instruction, neither rich's markup nor a terminal's escape: names in tables,
+    """A console that interprets no text, neither rich's markup nor a terminal's escape: names in tables,
     titles, notes and bars may come from anywhere."""
 
     def __init__(self, *, file: TextIO | None = None, width: int | None = None) -> None:
-        # In a notebook rich would show what it is told to write into a file.
+        # In a notebook rich would show output that is meant for a file.
         super().__init__(file=file, width=width, markup=False, emoji=False, force_jupyter=False)
 
     def render_str(self, text: str, **options: Any) -> Text:
@@ -28,7 +28,7 @@ class PlainConsole(Console):
         return super().render_str(visible(text), **options)
 
     def on_broken_pipe(self) -> None:
-        """Who reads has seen enough, as in `kvbench compare | head`; rich would call `sys.exit()`."""
+        """End quietly when the reader closes the pipe, as in `kvbench compare | head`; rich would call `sys.exit()`."""
         raise BrokenPipeError
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
@@ -41,9 +41,9 @@ class PlainConsole(Console):
 
 
 def console(width: int | None = None, *, file: TextIO | None = None) -> Console:
-    """The console of a command: the terminal as wide as it is, anything else as wide as the command wants."""
-    found = PlainConsole(file=file)
-    return found if found.is_terminal or width is None else PlainConsole(file=file, width=width)
+    """The console of a command: the width of the terminal, else the width that the command requests."""
+    result = PlainConsole(file=file)
+    return result if result.is_terminal or width is None else PlainConsole(file=file, width=width)
 
 
 class PlainTable(Table):
@@ -116,12 +116,12 @@ def print_note(note: Text, target: Console) -> None:
 
 
 def add_names(table: Table, heading: str, names: Iterable[str]) -> None:
-    """Add a column of names, which gives way to other columns last: a name in pieces of some letters is none."""
+    """Add a column of names, which is narrowed last: a name broken into pieces cannot be read."""
     table.add_column(heading, overflow="fold", min_width=min(16, max(map(len, names), default=0)))
 
 
 def print_paths(paths: Sequence[Path], target: Console) -> None:
-    """Name the files that were written, each on one line that a terminal can take as a path."""
+    """Print the paths of written files, each on one line."""
     for path in paths:
         target.print(Text(str(path), overflow="fold"), soft_wrap=True)
 

@@ -1,4 +1,4 @@
-"""Names from outside as plain text: what a model, a task or a stored run is called may hold anything."""
+"""Untrusted names as plain text: those of models, tasks and stored runs may contain anything."""
 
 import textwrap
 
@@ -9,8 +9,8 @@ ESCAPES = {"\n": "\\n", "\t": "\\t"}
 
 
 def visible(text: str) -> str:
-    """A text of several lines without anything that a terminal obeys: control characters, escapes, what turns the
-    direction of writing, halves of characters."""
+    """A text of several lines without terminal controls: control characters, escapes, bidirectional marks, lone
+    surrogates."""
     if text.isprintable():
         return text
     return "\n".join(line if line.isprintable() else _flat(line) for line in text.split("\n"))

@@ -1,5 +1,5 @@
-"""Full-cache runs that nothing can be judged by: most answers were cut off or have nothing to grade, or all are as bad
-as they can be. A method beside such a run may look better, and says nothing."""
+"""Full-cache runs that are unfit as a reference: most answers were cut off or have nothing to grade, or all have the
+worst score. A method may look better than such a run, and the comparison is meaningless."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -17,7 +17,7 @@ FLAGS = {
 
 
 def unfit(records: Iterable[SampleRecord], what: Measure) -> str:
-    """Say with values and remedy why nothing can be judged by the full cache's answers; empty where it can.
+    """Reason, with values and remedy, why the full cache is unfit as a reference; empty where it is fit.
 
     Args:
         records: Those of the full cache's run.
@@ -46,7 +46,7 @@ def unfit(records: Iterable[SampleRecord], what: Measure) -> str:
 
 
 def unfit_run(record: RunRecord) -> str:
-    """As `unfit`, from what `run.json` alone says: less is known, so less is found."""
+    """As `unfit`, from `run.json` alone, with fewer checks."""
     metric, answers = record.metrics.get(record.primary), record.task_aggregate.get("answers", {})
     if metric is None or metric.value is None or not metric.num_samples:
         return ""
@@ -80,10 +80,12 @@ def _words(
 
 
 def flag_notes(runs: Mapping[str, Iterable[SampleRecord]]) -> list[str]:
-    """Say how many answers of some runs, by label, were graded in another way than usual; a sentence for each way."""
+    """Notes on answers of some runs, by label, that were graded in an unusual way; a sentence for each way."""
     notes = []
     for flag, words in FLAGS.items():
-        counts = {label: Counter(flag in record.get("flags", ()) for record in own) for label, own in runs.items()}
-        each = [f"{label} {found[True]} of {found.total()}" for label, found in counts.items() if found[True]]
+        counts = {
+            label: Counter(flag in record.get("flags", ()) for record in records) for label, records in runs.items()
+        }
+        each = [f"{label} {counter[True]} of {counter.total()}" for label, counter in counts.items() if counter[True]]
         notes += [f"answers {words} (`{flag}`): {', '.join(each)}"] if each else []
     return notes

@@ -41,7 +41,7 @@ def policy_of(identity: Mapping[str, Any]) -> Policy | None:
 
 def usual_settings(method: str) -> dict[str, Any]:
     """Settings of a method's configuration; none of a method that is not here."""
-    return _usual(method, files.conf_folder(), *files.own_folders())
+    return _usual(method, files.conf_folder(), *files.config_dirs())
 
 
 @cache

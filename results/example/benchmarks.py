@@ -24,7 +24,7 @@ from findings import STUDY as SMALL
 
 from kvbench.cli.commands import compose_command
 from kvbench.evidence.across import between
-from kvbench.evidence.argued import mean_of
+from kvbench.evidence.answer_traits import mean_of
 from kvbench.evidence.load import Group, StoredRun, find_runs, load_groups
 from kvbench.evidence.samples import measure
 from kvbench.extensions.papers import published
@@ -173,9 +173,9 @@ def across(_: Path) -> None:
             for one in between(groups, metric, cfg, key=words):
                 first, second = (named[title] for title in one.titles)
                 places = {"task": first.task, "model": first.model, "other_task": second.task}
-                low, high = one.found.interval or ("", "")
-                values = {"correlation": one.found.value, "low": low, "high": high}
-                halves = dict(zip(("half", "other_half"), one.found.halves, strict=True))
+                low, high = one.agreement.interval or ("", "")
+                values = {"correlation": one.agreement.value, "low": low, "high": high}
+                halves = dict(zip(("half", "other_half"), one.agreement.halves, strict=True))
                 row = {"runs": title, "count": one.num_runs, "metric": metric, **places, "other_model": second.model}
                 found.append(row | values | halves)
     if found:

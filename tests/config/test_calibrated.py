@@ -47,7 +47,7 @@ def test_values_of_an_experiments_file_are_a_choice(monkeypatch, tmp_path):
     folder = tmp_path / "experiment"
     folder.mkdir()
     (folder / "mine.yaml").write_text("# @package _global_\nmethod: {alpha_h: 3.0}\n")
-    with files.with_own_folders([tmp_path]):
+    with files.with_config_dirs([tmp_path]):
         assert resolved("experiment=mine") is None
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from kvbench.config.compose import compose
-from kvbench.config.files import with_own_folders
+from kvbench.config.files import with_config_dirs
 
 SNAPKV = "_target_: kvbench.methods.snapkv.SnapKV\n"
 
@@ -20,7 +20,7 @@ def test_a_method_that_builds_on_another_keeps_its_settings(own):
     folder, write = own
     write("first", f"{SNAPKV}window: 7\n")
     write("second", f"defaults:\n  - first\n  - _self_\n{SNAPKV}budget: 0.1\n")
-    with with_own_folders([folder]):
+    with with_config_dirs([folder]):
         method = compose(["method=second"]).method
     assert (method.window, method.budget, method.pool_kernel) == (7, 0.1, 7)
 
@@ -29,5 +29,5 @@ def test_a_list_is_no_configuration(own):
     """The error names the file."""
     folder, write = own
     write("listed", "- a\n- b\n")
-    with with_own_folders([folder]), pytest.raises(ValueError, match=r"listed\.yaml holds a list"):
+    with with_config_dirs([folder]), pytest.raises(ValueError, match=r"listed\.yaml holds a list"):
         compose(["method=listed"])

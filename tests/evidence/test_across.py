@@ -80,8 +80,8 @@ def test_two_tasks_that_rank_alike_or_not(tmp_path, capsys):
     assert alike.titles == ("gsm8k with tiny", "math with tiny") and alike.num_runs == 5
     means = [{row.run.method: row.value for row in own} for own in rows]
     want = scipy.stats.spearmanr([means[0][name] for name in LEVELS], [means[1][name] for name in LEVELS]).statistic
-    assert alike.found.value == pytest.approx(want)
-    assert alike.found.interval[0] > 0.5 and opposite.found.interval[1] < -0.5
+    assert alike.agreement.value == pytest.approx(want)
+    assert alike.agreement.interval[0] > 0.5 and opposite.agreement.interval[1] < -0.5
     assert (
         main(["ranks", "metrics=score", f"results_dir={tmp_path}", f"out={tmp_path}/ranks.csv", "resamples=300"]) == 0
     )

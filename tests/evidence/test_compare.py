@@ -262,11 +262,11 @@ def test_numbers_of_a_comparison(tmp_path):
     _, (same, worse), _ = compared(tmp_path)
     assert (worse.num_lost, worse.num_gained) == (14, 2) and worse.value == pytest.approx(-12 / 80)
     assert worse.interval[0] < worse.value < worse.interval[1] < 0 and worse.verdict == "worse"
-    assert worse.p_holm == pytest.approx(2 * worse.p) and worse.found.test == "mcnemar"
+    assert worse.p_holm == pytest.approx(2 * worse.p) and worse.difference.test == "mcnemar"
     assert worse.changes[0].lost and not worse.changes[-1].lost
     assert (worse.changes[0].text, worse.changes[0].other_text) == ("answer 0.0", "answer 1.0")
     assert worse.changes[0].expected == "42"
-    assert same.found.interval[1] == "newcombe" and same.interval[0] < 0 < same.interval[1]
+    assert same.difference.interval[1] == "newcombe" and same.interval[0] < 0 < same.interval[1]
     assert same.verdict == "cannot tell" and same.p_equal == pytest.approx(0.99**80)
     assert compare.main(cfg) == 0
     table = list(csv.DictReader((tmp_path / "deep/table.csv").open()))
@@ -290,7 +290,7 @@ def test_lengths_and_loops(tmp_path, capsys):
     _, (longer,), _ = compared(tmp_path, "metric=tokens")
     assert longer.value == pytest.approx(truth) and longer.verdict == "longer" and longer.what.unit == "tokens"
     _, (loops,), _ = compared(tmp_path, "metric=loops")
-    assert loops.value == 0.25 and loops.verdict == "cannot tell" and loops.found.test == "mcnemar"
+    assert loops.value == 0.25 and loops.verdict == "cannot tell" and loops.difference.test == "mcnemar"
 
 
 def test_a_measure_that_stored_runs_lack_is_named(tmp_path):
@@ -324,7 +324,7 @@ def test_other_metrics_and_other_references(tmp_path):
         store(tmp_path, "snapkv", scores, settings={"budget": budget}, nll=farther.__getitem__)
     group, rows, _ = compared(tmp_path, "metric=nll", "margin=0.05")
     assert [row.verdict for row in rows] == ["worse", "worse"] and rows[0].value == pytest.approx(0.5, abs=0.05)
-    assert rows[0].found.test == "sign flip and studentised bootstrap" and rows[0].num_lost == 30
+    assert rows[0].difference.test == "sign flip and studentised bootstrap" and rows[0].num_lost == 30
     with pytest.raises(ValueError, match="against=snapkv fits 2 runs of toy with tiny; give the digits of one"):
         compared(tmp_path, "against=snapkv")
     digits = next(run.record.hash for run in group.runs if run.label.endswith("0.25"))[:8]

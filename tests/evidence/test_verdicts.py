@@ -55,7 +55,7 @@ def test_significantly_more_lost_is_never_better(tmp_path):
     for path in paths:
         path.write_text(path.read_text().replace('"weighting": "subset"', '"weighting": "sample"'))
     row = rows_of(tmp_path)[0]["snapkv"]
-    assert row.value == pytest.approx(-19 / 210) and row.verdict == "worse" and row.found.test == "mcnemar"
+    assert row.value == pytest.approx(-19 / 210) and row.verdict == "worse" and row.difference.test == "mcnemar"
 
 
 def test_missing_answers_are_no_proof_of_equality(tmp_path):
@@ -217,7 +217,7 @@ def test_one_number_has_one_interval(tmp_path):
         (panel,) = panels_of(load_groups(cfg), cfg)
         point = next(point for point in panel.points if point.method == "half")
         assert own.ends == pytest.approx(row.interval, abs=1e-12) and point.interval == row.interval
-        assert own.interval == row.found.interval[1]
+        assert own.interval == row.difference.interval[1]
         assert own.value == pytest.approx(row.value) == pytest.approx(point.quality)
 
 

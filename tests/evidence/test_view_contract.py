@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from rich.text import Text
 from stored import store
 
-from kvbench.evidence.view import Found, Grid, View, csv_of, frame_of, line, notes, show
+from kvbench.evidence.view import Grid, View, ViewResult, csv_of, frame_of, line, notes, show
 from kvbench.show import terminal
 from kvbench.show.formats import FORMATS, Sheet
 
@@ -29,7 +29,7 @@ def view(**more):
         labels = [run.label for group in groups for run in group.runs]
         table = Grid(title="all", names=labels, columns=[("n", ["1"] * len(labels))])
         draw = {"png": b"picture", "svg": None}.get
-        return Found(frame=frame_of(ROWS), parts=[table, *notes(["a note"])], figures=[("x with y", "_z", draw)])
+        return ViewResult(frame=frame_of(ROWS), parts=[table, *notes(["a note"])], figures=[("x with y", "_z", draw)])
 
     return View(name="mine", compute=compute, **more)
 

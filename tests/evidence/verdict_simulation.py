@@ -55,7 +55,7 @@ def row(mine: Strata, theirs: Strata, resamples: int) -> ComparedRun:
     return ComparedRun(
         what=what,
         pairs=SimpleNamespace(is_enough=True),
-        found=difference(mine, theirs, bounded=what.bounded, resamples=resamples),
+        difference=difference(mine, theirs, bounded=what.bounded, resamples=resamples),
         extremes=None,
         margin=0.05,
         null=0.0,

@@ -31,7 +31,7 @@ FOLDER = CONF / "method"
 # A folder of somebody's own, or a file, whose methods are held to these tests (`kvbench check`); else kvbench's own.
 CHECKED = os.environ.get("KVBENCH_CHECKED", "")
 if CHECKED:
-    _OWN = files.with_own_folders([Path(CHECKED)])
+    _OWN = files.with_config_dirs([Path(CHECKED)])
     _OWN.__enter__()  # for as long as the tests run
     sys.path += files.import_folders([Path(CHECKED)])
 METHODS = sorted(files.options("method", Path(os.path.realpath(CHECKED)) if CHECKED else CONF))

@@ -63,7 +63,7 @@ def test_what_is_finished_is_taken_over_once(tmp_path):
     assert list(journal.records) == [("x", 0), ("y", 0)] and [item.started for item in record.sessions] == ["x", "y"]
     assert (tmp_path / "samples.jsonl").read_bytes().count(b"\n") == 2
     assert [(place / "samples.jsonl").read_bytes() for place in places] == [b"", b""]
-    assert shards.found_in(tmp_path) == {Shard(2, 1): places[0], Shard(2, 2): places[1]}
+    assert shards.shards_in(tmp_path) == {Shard(2, 1): places[0], Shard(2, 2): places[1]}
 
 
 def test_what_a_shard_was_not_asked_is_not_taken_over(tmp_path):

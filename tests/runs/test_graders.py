@@ -95,7 +95,7 @@ def test_a_caller_that_fails_waits_for_nothing():
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt), GraderPool(1) as beside:
         beside.do(lambda: 1, taken.append)
-        while not beside._waiting[0][0].done():
+        while not beside._pending[0][0].done():
             time.sleep(0.001)
         for number in range(3):
             beside.do(lambda number=number: begun.append(number) or gate.wait(20), taken.append)

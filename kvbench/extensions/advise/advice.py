@@ -1,4 +1,4 @@
-"""What is known of every method, for `kvbench advise`: losses, bytes, throughput, and whose evidence they are."""
+"""Evidence on every method for `kvbench advise`: losses, bytes, throughput, and their sources."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -33,21 +33,21 @@ MEANING = {  # the best first
     UNSIZED: "its method is not for this model, or keeps what the text decides",
 }
 NEAR = 4  # a model, or a context, up to this many times as large as one that was measured is near it
-FEW = 4  # a measurement with fewer than one in so many of another's samples does not count beside it
+FEW = 4  # a measurement with fewer than one in so many of another's samples does not count
 HERE, STUDY, BYTES = "yours", "study", "bytes"
 WHOSE = {  # the evidence of a row, the best first
     HERE: "your runs, under results_dir",
-    STUDY: f"the repository's studies ({shipped.PLACE})",
+    STUDY: f"the repository's studies ({shipped.FOLDER})",
     BYTES: "counted, and nothing measured",
 }
-# What is listed where nothing was measured by anybody.
+# Methods that are listed where no measurement exists.
 SHIPPED = ("fp8", "engine_format tier=q8_0")  # of serving engines, where nothing was measured near the model
 COUNTED = ("fp8", "int8", "int4", "kivi", "minikv", "snapkv", "pyramidkv", "h2o", "streaming_llm", "turboquant_4bit")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """The question."""
+class Target:
+    """Deployment target: model, context, batch, memory and margin."""
 
     shape: NamedShape
     context_tokens: int
@@ -76,8 +76,8 @@ class Quality:
     model: str
     whose: str
     """A key of `WHOSE`."""
-    own: bool
-    """It was measured on the model that is asked about."""
+    same_model: bool
+    """It was measured on the target model."""
     lost: float
     """Mean loss, positive when worse."""
     least: float | None
@@ -86,7 +86,7 @@ class Quality:
     """Largest loss that the interval leaves open, the missing answers as bad as they can be."""
     num_samples: int
     needed: int | None
-    """Samples that would tell; None where that is not known."""
+    """Samples needed to decide; None where that is not known."""
     longest_tokens: int
     """Of its prompts."""
     scale: float
@@ -96,24 +96,24 @@ class Quality:
     """The folder of the repository's study that measured it; empty for others."""
 
 
-def counts(quality: Quality, asked: Asked) -> bool:
-    """Whether a measurement is evidence for a model and a context: the own model's, or that of one of nearly its size
-    on prompts of nearly the length."""
-    if quality.own:
+def counts(quality: Quality, target: Target) -> bool:
+    """True where a measurement is evidence for a model and a context: of the model itself, or of one of nearly its
+    size, on prompts of nearly the length."""
+    if quality.same_model:
         return True
     known = presets().get(quality.model)
-    mine, theirs = asked.shape.parameters, known.parameters if known else None
-    if mine is None or theirs is None or asked.context_tokens > NEAR * quality.longest_tokens:
+    mine, theirs = target.shape.parameters, known.parameters if known else None
+    if mine is None or theirs is None or target.context_tokens > NEAR * quality.longest_tokens:
         return False
     return max(mine, theirs) <= NEAR * min(mine, theirs)
 
 
 def _quality(row: ComparedRun, margin: float, **where: Any) -> Quality:
-    """The loss that a comparison found; how many samples are needed, where those that are there do not tell."""
+    """Loss of a comparison, and the samples needed where the present ones do not decide."""
     sign = -1 if row.what.higher_is_better else 1
     least = most = None
     if row.pairs.is_enough and not row.pairs.unfit:
-        intervals = [None if one is None else one.interval[0] for one in (row.found, *(row.extremes or ()))]
+        intervals = [None if one is None else one.interval[0] for one in (row.difference, *(row.extremes or ()))]
         least = None if row.interval is None else min(sign * end for end in row.interval)
         most = None if None in intervals else max(sign * end for ends in intervals if ends for end in ends)
     return Quality(
@@ -130,9 +130,9 @@ def _quality(row: ComparedRun, margin: float, **where: Any) -> Quality:
 
 @dataclass(kw_only=True)
 class Advice:
-    """Everything that is known of one method and setting."""
+    """Evidence on one method and setting."""
 
-    asked: Asked
+    target: Target
     label: str
     method: str
     settings: dict[str, Any]
@@ -145,83 +145,85 @@ class Advice:
 
     @cached_property
     def bytes_of(self) -> Projection | None:
-        """One sequence on the model that is asked about; None where it cannot be known."""
+        """Bytes of one sequence on the target model; None where they cannot be known."""
         if self.policy is None:
             return None
-        answer = self.asked.answer_tokens
-        asked = self.policy, self.asked.shape.store_shape, self.asked.context_tokens - answer, answer
+        answer = self.target.answer_tokens
+        sizes = self.policy, self.target.shape.store_shape, self.target.context_tokens - answer, answer
         shares = tier_shares(chain.from_iterable(run.samples.values() for run in self.runs))
         try:
-            found = outline(*asked, shares)
-            if found is None and not shares:
-                found = outline(*asked, shipped.shares_in_study(self.method, self.policy, self.asked.shape.name)[0])
+            projections = outline(*sizes, shares)
+            if projections is None and not shares:
+                projections = outline(
+                    *sizes, shipped.shares_in_study(self.method, self.policy, self.target.shape.name)[0]
+                )
         except ValueError:  # a table of heads, a window or a group that is for another shape
             return None
-        return found
+        return projections
 
     @property
     def total_bytes(self) -> int | None:
-        """Of all sequences."""
-        return None if self.bytes_of is None else self.asked.batch * self.bytes_of.resident_bytes
+        """Bytes of all sequences."""
+        return None if self.bytes_of is None else self.target.batch * self.bytes_of.resident_bytes
 
     @cached_property
     def worst(self) -> Quality | None:
-        """The measurement that counts: on the own model, where there is any; of one task that with the most samples;
+        """The measurement that counts: on the same model, where there is any; of one task that with the most samples;
         of tasks with as many samples, nearly, the one that leaves most loss open."""
-        best = any(item.own for item in self.quality)
-        found = [item for item in self.quality if item.own == best]
-        most = max((item.num_samples for item in found), default=0)
-        found = [item for item in found if FEW * item.num_samples >= most]
-        return max(found, key=lambda item: (item.most is None, item.most or 0.0, item.lost), default=None)
+        best = any(item.same_model for item in self.quality)
+        best_known = [item for item in self.quality if item.same_model == best]
+        most = max((item.num_samples for item in best_known), default=0)
+        best_known = [item for item in best_known if FEW * item.num_samples >= most]
+        return max(best_known, key=lambda item: (item.most is None, item.most or 0.0, item.lost), default=None)
 
     @property
     def speed(self) -> Speed | None:
-        """The measurement that is nearest to what is asked for: of the own model first, then of the nearest length."""
-        name, length = self.asked.shape.name, self.asked.context_tokens
+        """The measurement nearest to the target: of the same model first, then of the nearest length."""
+        name, length = self.target.shape.name, self.target.context_tokens
         near = lambda item: (item.model != name, abs(item.context_tokens - length))  # noqa: E731
         return min(self.speeds, key=near, default=None)
 
     @property
-    def own_rate(self) -> float:
-        """Tokens per second on the model that is asked about; 0 where none were measured."""
-        return self.speed.tokens_per_s if self.speed and self.speed.model == self.asked.shape.name else 0.0
+    def measured_rate(self) -> float:
+        """Tokens per second on the target model; 0 where none were measured."""
+        return self.speed.tokens_per_s if self.speed and self.speed.model == self.target.shape.name else 0.0
 
     @cached_property
     def says(self) -> str:
-        """The most that can be said, a key of `MEANING`."""
-        worst, margin = self.worst, self.asked.margin
+        """Strongest supported conclusion, a key of `MEANING`."""
+        worst, margin = self.worst, self.target.margin
         if worst is not None and worst.least is not None and worst.least > margin:
             return LOSES  # first, since it needs no bytes
         if self.total_bytes is None:
             return UNSIZED
-        if self.asked.memory_bytes is not None and self.total_bytes > self.asked.memory_bytes:
+        if self.target.memory_bytes is not None and self.total_bytes > self.target.memory_bytes:
             return TOO_LARGE
         if self.method == FULL:
             return ADVISED
         if worst is None:
             return UNMEASURED
         if worst.most is not None and worst.most <= margin:
-            return ADVISED if worst.own else ELSEWHERE
+            return ADVISED if worst.same_model else ELSEWHERE
         return OPEN
 
     @property
     def whose(self) -> str:
-        """Whose evidence there is, a key of `WHOSE`."""
+        """Source of the evidence, a key of `WHOSE`."""
         return BYTES if self.worst is None else self.worst.whose
 
     @property
     def rank(self) -> tuple:
-        """For sorting, the best first: what is said, measured throughput, bytes; the loss of what loses more."""
+        """Sort key, the best first: conclusion, measured throughput, bytes; the loss of methods that lose more."""
         says = self.says
         size = (self.worst.lost if self.worst else 0.0) if says == LOSES else float(self.total_bytes or 0)
-        return list(MEANING).index(says), -self.own_rate, size, self.label
+        return list(MEANING).index(says), -self.measured_rate, size, self.label
 
 
 def gather(
-    groups: list[Group], cfg: DictConfig, asked: Asked, speeds: Mapping[str, list[Speed]]
+    groups: list[Group], cfg: DictConfig, target: Target, speeds: Mapping[str, list[Speed]]
 ) -> tuple[list[Advice], list[str]]:
-    """Gather what is known of every method and setting, one entry each, and what must be known beside them."""
-    found: dict[str, Advice] = {}
+    """Gather the evidence on every method and setting, one entry each, and notes on it."""
+    advice: dict[str, Advice] = {}
     notes: list[str] = []
     is_study = shipped.is_study(cfg.results_dir)
     for group in groups:
@@ -237,49 +239,49 @@ def gather(
                 continue
             policy, identity = policy_of(run.record.identity), run.record.identity.get("method") or {}
             key = repr(policy) if policy is not None else f"{run.method} {identity}"
-            if key not in found:
-                found[key] = _entry(run.method, identity, policy, asked, speeds.get(key, []), run.label)
-            found[key].runs.append(run)
+            if key not in advice:
+                advice[key] = _entry(run.method, identity, policy, target, speeds.get(key, []), run.label)
+            advice[key].runs.append(run)
             if row := quality.get(run.name):
                 longest = max((record["num_prompt_tokens"] for record in run.samples.values()), default=0)
-                where = {"task": group.task, "model": group.model, "own": group.model == asked.shape.name}
+                where = {"task": group.task, "model": group.model, "same_model": group.model == target.shape.name}
                 where["study"] = str(cfg.results_dir) if is_study else ""
-                found[key].quality.append(
-                    _quality(row, asked.margin, whose=STUDY if is_study else HERE, longest_tokens=longest, **where)
+                advice[key].quality.append(
+                    _quality(row, target.margin, whose=STUDY if is_study else HERE, longest_tokens=longest, **where)
                 )
     if cfg.study and not is_study:
-        for label, quality_there in _of_study(cfg, asked):
-            _add(found, label, asked, speeds).quality.append(quality_there)
-    nothing = not any(item.quality for item in found.values())
-    far = not any(counts(quality, asked) for item in found.values() for quality in item.quality)
+        for label, quality_there in _of_study(cfg, target):
+            _add(advice, label, target, speeds).quality.append(quality_there)
+    nothing = not any(item.quality for item in advice.values())
+    far = not any(counts(quality, target) for item in advice.values() for quality in item.quality)
     for label in SHIPPED if far and not nothing else ():
         if _wanted(cfg.methods, label.split()[0]):
-            _add(found, label, asked, speeds)
+            _add(advice, label, target, speeds)
     for name in (FULL, *(COUNTED if nothing else ())):
-        if not any(item.method == name for item in found.values()) and (name == FULL or _wanted(cfg.methods, name)):
-            _add(found, name, asked, speeds)
-    return list(found.values()), list(dict.fromkeys(notes))
+        if not any(item.method == name for item in advice.values()) and (name == FULL or _wanted(cfg.methods, name)):
+            _add(advice, name, target, speeds)
+    return list(advice.values()), list(dict.fromkeys(notes))
 
 
-def _add(found: dict[str, Advice], label: str, asked: Asked, speeds: Mapping[str, list[Speed]]) -> Advice:
+def _add(advice: dict[str, Advice], label: str, target: Target, speeds: Mapping[str, list[Speed]]) -> Advice:
     """The entry of a method in words such as `kivi bits=2`, a new one where there is none."""
     policy = make_method(label)
     key, method = repr(policy), label.split()[0]
-    if key not in found:
+    if key not in advice:
         settings = {name: getattr(policy, name, value) for name, value in usual_settings(method).items()}
-        found[key] = _entry(method, settings, policy, asked, speeds.get(key, []), label)
-    return found[key]
+        advice[key] = _entry(method, settings, policy, target, speeds.get(key, []), label)
+    return advice[key]
 
 
-def of_study(row: shipped.StudyLoss, what: Measure, asked: Asked) -> Quality:
-    """A loss that a study of the repository measured, as evidence for what is asked."""
+def of_study(row: shipped.StudyLoss, what: Measure, target: Target) -> Quality:
+    """A loss that a study of the repository measured, as evidence for the target."""
     sign = -1 if what.higher_is_better else 1
     least, most = sorted((sign * row.low, sign * row.high))
     return Quality(
         task=row.task,
         model=row.model,
         whose=STUDY,
-        own=row.model == asked.shape.name,
+        same_model=row.model == target.shape.name,
         lost=sign * row.difference,
         least=least,
         most=most,
@@ -292,14 +294,14 @@ def of_study(row: shipped.StudyLoss, what: Measure, asked: Asked) -> Quality:
     )
 
 
-def _of_study(cfg: DictConfig, asked: Asked) -> Iterator[tuple[str, Quality]]:
+def _of_study(cfg: DictConfig, target: Target) -> Iterator[tuple[str, Quality]]:
     """The losses of the repository's studies that the filters let through, by the words of their methods."""
     what = FIDELITY.get(str(cfg.metric), SCORE)
     for row in shipped.losses(str(cfg.metric)):
         named = {"models": row.model, "tasks": row.task, "methods": row.method}
         if not all(_wanted(cfg[name], value) for name, value in named.items()):
             continue
-        yield row.label, of_study(row, what, asked)
+        yield row.label, of_study(row, what, target)
 
 
 def _wanted(wanted: object, name: str) -> bool:
@@ -308,8 +310,13 @@ def _wanted(wanted: object, name: str) -> bool:
 
 
 def _entry(
-    method: str, stored: Mapping[str, Any], policy: Policy | None, asked: Asked, speeds: list[Speed], label: str
+    method: str, stored: Mapping[str, Any], policy: Policy | None, target: Target, speeds: list[Speed], label: str
 ) -> Advice:
     return Advice(
-        asked=asked, label=label, method=method, settings=changed_settings(method, stored), policy=policy, speeds=speeds
+        target=target,
+        label=label,
+        method=method,
+        settings=changed_settings(method, stored),
+        policy=policy,
+        speeds=speeds,
     )

@@ -1,5 +1,4 @@
-"""The command `advise`: which method fits a card and loses no more than is accepted, by whose evidence, and which run
-would settle it."""
+"""Command `advise`: methods that fit a card and a loss margin, their evidence, and the run that would decide."""
 
 import re
 import shlex
@@ -26,9 +25,9 @@ from kvbench.extensions.advise.advice import (
     UNMEASURED,
     WHOSE,
     Advice,
-    Asked,
     Quality,
     Speed,
+    Target,
     gather,
 )
 from kvbench.extensions.advise.cards import Card, find_card
@@ -51,7 +50,7 @@ BENCHES = ("throughput", "decode")  # what of `kvbench bench` measures tokens pe
 def main(cfg: DictConfig) -> int:
     """Print the table."""
     card = None if cfg.gpu is None else find_card(cfg.gpu)
-    asked, room = read_asked(cfg, card)
+    target, room = read_target(cfg, card)
     most = None if cfg.rows is None else check_whole("rows", cfg.rows, 1)
     for name in ("study", "why"):
         if not isinstance(cfg[name], bool):
@@ -60,26 +59,26 @@ def main(cfg: DictConfig) -> int:
     bench = Path(str(cfg.bench)) if cfg.bench is not None else Path(str(cfg.results_dir)) / "bench"
     speeds, notes = read_speeds(bench)
     with said_when_slow("reading runs and comparing them"):
-        groups, missing = _own_groups(comparing)
-        found, said = gather(groups, comparing, asked, speeds)
-    with said_when_slow(f"counting the bytes of {len(found)} methods at {asked.context_tokens} tokens"):
-        ranked = sorted(found, key=lambda item: item.rank)
+        groups, missing = _stored_groups(comparing)
+        advice, said = gather(groups, comparing, target, speeds)
+    with said_when_slow(f"counting the bytes of {len(advice)} methods at {target.context_tokens} tokens"):
+        ranked = sorted(advice, key=lambda item: item.rank)
         for item in ranked[:most]:
             _ = item.bytes_of  # of what loses more, only those that are shown
     if cfg.study and not shipped.study_folders():
         missing.append(shipped.ABSENT)
-    if asked.shape.context and asked.context_tokens > asked.shape.context:
-        name, made = asked.shape.name, asked.shape.context
-        missing.append(f"{name} was made for {made} tokens; context={asked.context_tokens} is more.")
+    if target.shape.context and target.context_tokens > target.shape.context:
+        name, made = target.shape.name, target.shape.context
+        missing.append(f"{name} was made for {made} tokens; context={target.context_tokens} is more.")
     metric, has_speeds = str(cfg.metric), bool(speeds)
     if cfg.why:
-        show(ranked, asked, [*missing, *notes, *said], room, card, has_speeds=has_speeds, most=most, metric=metric)
-        show_printed(asked, metric)
+        show(ranked, target, [*missing, *notes, *said], room, card, has_speeds=has_speeds, most=most, metric=metric)
+        show_printed(target, metric)
         print()
     console = terminal.console(recommend.WIDTH)
-    for line in recommend.recommendation(ranked, asked, card):
+    for line in recommend.recommendation(ranked, target, card):
         console.print(Text(line), soft_wrap=True)
-    if asked.memory_bytes is not None and asked.memory_bytes < 0:
+    if target.memory_bytes is not None and target.memory_bytes < 0:
         console.print(Text("The weights alone do not fit; weights=BYTES says what quantised ones take."))
     if not cfg.why:
         left = len(missing) + len(notes) + len(said)
@@ -88,8 +87,8 @@ def main(cfg: DictConfig) -> int:
     return 0
 
 
-def _own_groups(cfg: DictConfig) -> tuple[list[Group], list[str]]:
-    """The user's runs, or why there are none; others' evidence answers without them."""
+def _stored_groups(cfg: DictConfig) -> tuple[list[Group], list[str]]:
+    """The user's runs, or the reason why there are none; the repository's evidence is used without them."""
     try:
         return load_groups(cfg), []
     except ValueError as error:
@@ -98,8 +97,8 @@ def _own_groups(cfg: DictConfig) -> tuple[list[Group], list[str]]:
         return [], [f"No run of yours counts: {error}.{hint} What follows is others' evidence, and counted bytes."]
 
 
-def read_asked(cfg: DictConfig, card: Card | None) -> tuple[Asked, str]:
-    """Check the question; also says what the room for caches is."""
+def read_target(cfg: DictConfig, card: Card | None) -> tuple[Target, str]:
+    """Check the settings of the target; also returns a description of the memory for caches."""
     context = read_tokens(cfg.context)
     Whole(0, context - 1, unit="tokens").check("answer", cfg.answer)
     Whole(1, 2**20, unit="sequences").check("batch", cfg.batch)
@@ -116,7 +115,7 @@ def read_asked(cfg: DictConfig, card: Card | None) -> tuple[Asked, str]:
             f"kvbench bytes model={cfg.model} says what each method would hold"
         )
     memory_bytes, room = _room(cfg, card, shape)
-    asked = Asked(
+    target = Target(
         shape=shape,
         context_tokens=context,
         answer_tokens=cfg.answer,
@@ -124,18 +123,18 @@ def read_asked(cfg: DictConfig, card: Card | None) -> tuple[Asked, str]:
         memory_bytes=memory_bytes,
         margin=float(cfg.margin),
     )
-    return asked, room
+    return target, room
 
 
 def _room(cfg: DictConfig, card: Card | None, shape: NamedShape) -> tuple[int | None, str]:
     """Bytes for the caches, None for any, and where they are from: a device less the weights, or as they were given."""
-    given = [name for name in ("gpu", "memory", "cache_memory") if cfg[name] is not None]
-    if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} say the same thing; give one of them")
-    if given in ([], ["cache_memory"]):
+    limits = [name for name in ("gpu", "memory", "cache_memory") if cfg[name] is not None]
+    if len(limits) > 1:
+        raise ValueError(f"{' and '.join(limits)} say the same thing; give one of them")
+    if limits in ([], ["cache_memory"]):
         if cfg.weights is not None:
             raise ValueError(f"weights={cfg.weights} is taken off gpu or memory; give one of them")
-        return (None, "") if not given else (read_bytes("cache_memory", cfg.cache_memory), "as given")
+        return (None, "") if not limits else (read_bytes("cache_memory", cfg.cache_memory), "as given")
     device, name = (card.memory_bytes, card.name) if card else (read_bytes("memory", cfg.memory), "the device")
     weights = shape.weights_bytes if cfg.weights is None else read_bytes("weights", cfg.weights)
     if weights is None:
@@ -148,10 +147,10 @@ def _room(cfg: DictConfig, card: Card | None, shape: NamedShape) -> tuple[int | 
 def read_tokens(value: object) -> int:
     """Read a number of tokens, or text such as 32k."""
     match = re.fullmatch(r"([0-9]{1,9})([kK]?)", str(value)) if not isinstance(value, bool) else None
-    found = int(match[1]) * (1024 if match[2] else 1) if match else 0
-    if not 1 < found <= MAX_TOKENS:
+    tokens = int(match[1]) * (1024 if match[2] else 1) if match else 0
+    if not 1 < tokens <= MAX_TOKENS:
         raise ValueError(f"context={value} is no number of tokens; write a whole number, or text such as 32k")
-    return found
+    return tokens
 
 
 def read_speeds(folder: Path) -> tuple[dict[str, list[Speed]], list[str]]:
@@ -159,7 +158,7 @@ def read_speeds(folder: Path) -> tuple[dict[str, list[Speed]], list[str]]:
     from kvbench.kernels.bench.bench import read_document
     from kvbench.runs.choices import make_method
 
-    found: dict[str, list[Speed]] = {}
+    speeds: dict[str, list[Speed]] = {}
     notes = []
     for path in sorted(folder.glob("**/bench.json")):
         try:
@@ -179,13 +178,13 @@ def read_speeds(folder: Path) -> tuple[dict[str, list[Speed]], list[str]]:
                 except ValueError:  # a baseline, such as transformers' own cache
                     continue
                 rate, context = row["tokens_per_call"] / row["median"], int(cell["cell"].get("context", 0))
-                found.setdefault(key, []).append(Speed(tokens_per_s=rate, model=model, context_tokens=context))
-    return found, notes
+                speeds.setdefault(key, []).append(Speed(tokens_per_s=rate, model=model, context_tokens=context))
+    return speeds, notes
 
 
 def show(
     ranked: Sequence[Advice],
-    asked: Asked,
+    target: Target,
     notes: Sequence[str],
     room: str,
     card: Card | None,
@@ -194,18 +193,18 @@ def show(
     most: int | None,
     metric: str,
 ) -> None:
-    """Print the table, at most `most` rows of it, and what must be known to read it."""
+    """Print the table, at most `most` rows of it, and notes."""
     console = terminal.console(80)
-    memory = asked.memory_bytes
+    memory = target.memory_bytes
     there = "" if memory is None else f", {format_bytes(max(0, memory))} for caches"
-    table = terminal.plain_table(f"{asked.shape.name}: {asked.batch} x {asked.context_tokens} tokens{there}")
+    table = terminal.plain_table(f"{target.shape.name}: {target.batch} x {target.context_tokens} tokens{there}")
     table.add_column("method", overflow="fold", min_width=12)
     unit = next((f", {quality.unit}" for one in ranked for quality in one.quality), "")
     for heading in ("caches", "%", f"loss{unit}", *(["tok/s"] if has_speeds else []), "whose", "says"):
         table.add_column(heading, justify="right", no_wrap=True)
     for item in ranked[:most]:
         speed = item.speed
-        rate = "-" if speed is None else f"{speed.tokens_per_s:.3g}{'' if item.own_rate else '*'}"
+        rate = "-" if speed is None else f"{speed.tokens_per_s:.3g}{'' if item.measured_rate else '*'}"
         table.add_row(
             safe(item.label, LINE_LENGTH),
             format_bytes(item.total_bytes),
@@ -223,8 +222,8 @@ def show(
         console.print(Text(f"Room for caches: {format_bytes(max(0, memory))} ({room}); activations need some of it."))
         if memory < 0:
             console.print(Text("The weights alone do not fit; weights=BYTES says what quantised ones take."))
-    known = [*summary(ranked, asked), *studies(ranked), *carried(ranked, asked, metric)]
-    for line in (*known, *unknown(ranked, asked, has_speeds)):
+    known = [*summary(ranked, target), *studies(ranked), *carried(ranked, target, metric)]
+    for line in (*known, *unknown(ranked, target, has_speeds)):
         console.print(Text(line), soft_wrap=line.startswith(" "))  # a command is copied
     for note in notes:
         terminal.print_note(Text(f"! {note}"), console)
@@ -248,21 +247,21 @@ def loss_text(item: Advice) -> str:
     worst = item.worst
     if worst is None:
         return "-"
-    scale, star = worst.scale, "" if worst.own else "*"
+    scale, star = worst.scale, "" if worst.same_model else "*"
     text = number(worst.lost, scale, signed=True)
     if worst.least is None or worst.most is None:
         return f"{text} {NO_INTERVAL}{star}"
     return f"{text} [{number(worst.least, scale, signed=True)}, {number(worst.most, scale, signed=True)}]{star}"
 
 
-def summary(ranked: Sequence[Advice], asked: Asked) -> list[str]:
-    """Name the method that is advised, in a sentence."""
+def summary(ranked: Sequence[Advice], target: Target) -> list[str]:
+    """One sentence that names the recommended method."""
     lines = []
-    if asked.memory_bytes is not None:
+    if target.memory_bytes is not None:
         fits = [item.says == ADVISED for item in ranked if item.method == FULL]
         lines += [f"The full cache {'fits' if fit else 'does not fit'}." for fit in fits[:1]]
     best = next((item for item in ranked if item.says == ADVISED and item.method != FULL), None)
-    name = asked.shape.name
+    name = target.shape.name
     if best is None or best.worst is None:
         return [*lines, f"Nothing that fits is shown to lose no more than the margin on {name}, so none is advised."]
     by = f" by the repository's study ({best.worst.task} in {best.worst.study})" if best.worst.study else ""
@@ -270,63 +269,63 @@ def summary(ranked: Sequence[Advice], asked: Asked) -> list[str]:
         *lines,
         f"Measured on {name}{by}, it fits and loses no more than the margin: {safe(best.label)} "
         f"({best.worst.num_samples} samples).",
-        *_flags(best, asked),
+        *_flags(best, target),
     ]
 
 
-def unknown(ranked: Sequence[Advice], asked: Asked, has_speeds: bool) -> list[str]:
-    """Name what is not known, and the commands that would find out."""
-    methods, name = [item for item in ranked if item.method != FULL], asked.shape.name
-    lines, model = [], recommend.model_words(asked.shape)
+def unknown(ranked: Sequence[Advice], target: Target, has_speeds: bool) -> list[str]:
+    """Lines on unknowns, with commands that would measure them."""
+    methods, name = [item for item in ranked if item.method != FULL], target.shape.name
+    lines, model = [], recommend.model_words(target.shape)
     if elsewhere := [item for item in methods if item.says in (ELSEWHERE, UNMEASURED)]:
         task = next((item.worst.task for item in elsewhere if item.worst), "longctx")
         lines.append(f"Not measured on {name}, so not advised: {_named(elsewhere)}. To find out:")
         lines += [_command(item, [*_task_words(task), *model]) for item in elsewhere[:NAMED]]
     # First the one that fewest more samples would settle.
-    undecided = [(one, item) for item in methods if item.says == OPEN and (one := item.worst) and _is_open(one, asked)]
+    undecided = [(one, item) for item in methods if item.says == OPEN and (one := item.worst) and _is_open(one, target)]
     if undecided:
         undecided.sort(key=lambda pair: pair[0].needed or float("inf"))
         worst, first = undecided[0]
         needed, there = worst.needed, worst.num_samples
         more = f"about {needed} samples would tell (there are {there})" if needed else "more samples"
         lines.append(f"Too few samples to tell: {_named([item for _, item in undecided])}; {more}. To find out:")
-        on = [f"model={worst.model}"] if worst.own and worst.model in files.options("model") else model
+        on = [f"model={worst.model}"] if worst.same_model and worst.model in files.options("model") else model
         lines.append(_command(first, [*_task_words(worst.task), *on, "limit=null"]))
     longest = max((quality.longest_tokens for item in methods for quality in item.quality), default=0)
-    if longest and asked.context_tokens > FAR * longest:
+    if longest and target.context_tokens > FAR * longest:
         lines.append(
-            f"Quality was measured on prompts of up to {longest} tokens; at {asked.context_tokens} it is not known. To "
-            "find out:"
+            f"Quality was measured on prompts of up to {longest} tokens; at {target.context_tokens} it is not known. "
+            "To find out:"
         )
-        lines.append(_command(methods[0], ["task=ruler", f"task.lengths=[{asked.context_tokens}]", *model]))
-    if slow := [item for item in methods if item.says != TOO_LARGE and not item.own_rate]:
+        lines.append(_command(methods[0], ["task=ruler", f"task.lengths=[{target.context_tokens}]", *model]))
+    if slow := [item for item in methods if item.says != TOO_LARGE and not item.measured_rate]:
         what = "No throughput was measured" + (f" on {name}" if has_speeds else "")
         named = [FULL, *(f'"{" ".join([item.method, *_words(item)])}"' for item in slow[:NAMED])]
         of = model[0].partition("=")[2] if len(model) == 1 else " ".join(word.removeprefix("model.") for word in model)
         words = [f"throughput.model={of.removeprefix('model=')}", f"throughput.methods=[{','.join(named)}]"]
-        words.append(f"throughput.context={asked.context_tokens - asked.answer_tokens}")
-        if asked.memory_bytes is not None and asked.memory_bytes > 0:
-            words.append(f"throughput.kv_mb={asked.memory_bytes // 10**6}")
+        words.append(f"throughput.context={target.context_tokens - target.answer_tokens}")
+        if target.memory_bytes is not None and target.memory_bytes > 0:
+            words.append(f"throughput.kv_mb={target.memory_bytes // 10**6}")
         lines.append(f"{what} of {_named(slow)}. To find out:")
         lines.append("  " + shlex.join(["kvbench", "bench", "what=throughput", *words]))
     return lines
 
 
-def _is_open(worst: Quality, asked: Asked) -> bool:
-    """Whether more samples may show that a method keeps to the margin: its estimate does, and so many can be had."""
-    return worst.lost <= asked.margin and (worst.needed or 0) <= recommend.MOST_SAMPLES
+def _is_open(worst: Quality, target: Target) -> bool:
+    """True where more samples may show that a method keeps to the margin: its estimate does, and few are needed."""
+    return worst.lost <= target.margin and (worst.needed or 0) <= recommend.MOST_SAMPLES
 
 
 def _task_words(task: str) -> list[str]:
-    """The words of a run that choose a task, with the consent that it asks for where it runs the model's code."""
+    """Command-line words of a task, with the consent that it requires to run code of the model."""
     takes = read_config(files.path_of("task", task)) if task in files.options("task") else {}
     return [f"task={task}", *([f"task.{AGREED}=true"] if AGREED in takes else [])]
 
 
-def _flags(item: Advice, asked: Asked) -> list[str]:
+def _flags(item: Advice, target: Target) -> list[str]:
     """The flags of each engine that ships the method."""
-    found = [] if item.policy is None else flags_of(item.policy, asked.shape.layers)
-    return ["In an engine:", *(f"  {line}" for line in found)] if found else []
+    flags = [] if item.policy is None else flags_of(item.policy, target.shape.layers)
+    return ["In an engine:", *(f"  {line}" for line in flags)] if flags else []
 
 
 def _named(items: Sequence[Advice]) -> str:

@@ -1,4 +1,4 @@
-"""The picture of `bytes`: what methods hold, and what those read that choose, along an answer."""
+"""Picture of `bytes`: held bytes along an answer, and bytes read per step by methods that select."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class Line:
     """Bytes over the tokens of an answer.
 
     Args:
-        name: What stands at its end.
+        name: Label at its end.
         method: The method, for its colour.
         tokens: Tokens of the answer at each point.
         counts: Bytes at each point.
@@ -51,7 +51,7 @@ def lines_of(name: str, policy: Policy, shape: ModelShape, prompt: int, answer: 
     parts = [("", [most for _, most in both])]
     if not all(is_one_number(*pair) for pair in both):
         parts = [(", at least", [least for least, _ in both]), (", at most", parts[0][1])]
-    found = [
+    lines = [
         Line(name=name + words, method=method, tokens=tokens, counts=[each.resident_bytes for each in sizes])
         for words, sizes in parts
     ]
@@ -59,8 +59,8 @@ def lines_of(name: str, policy: Policy, shape: ModelShape, prompt: int, answer: 
         counts = reads_of(policy, shape, prompt, answer, store)
         at = [count for count in tokens if count]
         each = [counts[count - 1] for count in at]
-        found.append(Line(name=f"{name}, read in a step", method=method, tokens=at, counts=each, is_read=True))
-    return found
+        lines.append(Line(name=f"{name}, read in a step", method=method, tokens=at, counts=each, is_read=True))
+    return lines
 
 
 def reads_of(policy: Policy, shape: ModelShape, prompt: int, answer: int, store: StoreOptions) -> list[float]:
@@ -68,14 +68,14 @@ def reads_of(policy: Policy, shape: ModelShape, prompt: int, answer: int, store:
     shadow = shadow_store(policy, shape, prompt, answer, store, is_even=True)
     row = shadow.open_row()
     fill_prompt(shadow, row, prompt)
-    found, before = list[float](), 0.0
+    reads, before = list[float](), 0.0
     for _ in range(answer):
         shadow_step(shadow, [row])
         shadow.ledger.report(row)  # takes what was counted
         read = shadow.ledger.meters[row].read_bytes
-        found.append(read - before)
+        reads.append(read - before)
         before = read
-    return found
+    return reads
 
 
 def render(lines: Sequence[Line], prompt: int, batch: int, title: str, kind: str) -> bytes:
@@ -91,12 +91,12 @@ def render(lines: Sequence[Line], prompt: int, batch: int, title: str, kind: str
         made = Figure(figsize=(width, height), dpi=150)
         axes = made.add_axes((LEFT_IN / width, BELOW_IN / height, across / width, tall / height))
         before, ends = Counter[str](), []
-        for place, line in enumerate(lines):
+        for index, line in enumerate(lines):
             colour, _ = method_style(line.method)
             style = STYLES[before[line.method] % len(STYLES)]
             before[line.method] += 1
             counts = [batch * count for count in line.counts]
-            wide = 1.1 + 1.6 * (1 - (place + 1) / len(lines))  # earlier lines show under later ones
+            wide = 1.1 + 1.6 * (1 - (index + 1) / len(lines))  # earlier lines show under later ones
             axes.plot(line.tokens, counts, color=colour, linestyle=":" if line.is_read else style, linewidth=wide)
             ends.append((line.name, (line.tokens[-1], counts[-1]), colour))
         axes.set(xlim=(0, max(line.tokens[-1] for line in lines)))

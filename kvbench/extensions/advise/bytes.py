@@ -1,4 +1,4 @@
-"""The command `bytes`: what a method would hold on a model that is not here."""
+"""Command `bytes`: projected bytes of a method on a model that is not loaded."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -39,15 +39,15 @@ PARTS = {
     "buffer": ("residual_bytes", "residual_slack_bytes"),
     "rest": ("slack_bytes", "table_bytes", "free_list_bytes", "book_bytes"),
 }
-BESIDE = {"windows": ("window_bytes",), "states": ("state_bytes",)}
+OFF_PAGE = {"windows": ("window_bytes",), "states": ("state_bytes",)}
 COLUMNS = ("method", "model", "tokens", "batch", "ratio", "fp16_bytes")  # of the CSV file, before the ledger's items
 PICTURES = ("png", "svg", "pdf")
 Row = tuple[str, int, Projection]  # what the row is, tokens of a sequence, its bytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """A method, and what is known of the shares of its tiers where the text decides them."""
+class SizedMethod:
+    """A method and, where the text decides them, the known shares of its tiers."""
 
     name: str
     policy: Policy
@@ -67,7 +67,7 @@ def frame_rows(words: Sequence[str]) -> list[dict[str, Any]]:
 def main(cfg: DictConfig) -> int:
     """Print the table."""
     kind = _kind_of_picture(cfg.picture, cfg.answer)
-    rows, shape, notes, asked, lengths = _counted(cfg)
+    rows, shape, notes, methods, lengths = _counted(cfg)
     console = terminal.console(100)
     console.print(_table(rows, shape, cfg.batch))
     for line in (*_notes(rows, shape, cfg.answer), *notes):
@@ -77,17 +77,17 @@ def main(cfg: DictConfig) -> int:
         terminal.print_paths([Path(cfg.out)], console)
     if cfg.picture:
         prompt = max(lengths) - cfg.answer
-        with said_when_slow(f"counting the bytes of {len(asked)} methods along an answer"):
+        with said_when_slow(f"counting the bytes of {len(methods)} methods along an answer"):
             sizes = shape.store_shape, prompt, cfg.answer
-            lines = [line for one in asked for line in along.lines_of(one.name, one.policy, *sizes, one.store)]
+            lines = [line for one in methods for line in along.lines_of(one.name, one.policy, *sizes, one.store)]
         title = f"Cache of {shape.name}, counted, nothing was run"
         write_file(Path(cfg.picture), along.render(lines, prompt, cfg.batch, title, kind))
         terminal.print_paths([Path(cfg.picture)], console)
     return 0
 
 
-def _counted(cfg: DictConfig) -> tuple[list[Row], NamedShape, list[str], list[Asked], list[int]]:
-    """Rows of a command's methods and lengths, its model, what must be known to read them, the methods, the lengths."""
+def _counted(cfg: DictConfig) -> tuple[list[Row], NamedShape, list[str], list[SizedMethod], list[int]]:
+    """Rows of a command's methods and lengths, its model, notes, the methods, the lengths."""
     lengths = [int(x) for x in cfg.length] if isinstance(cfg.length, ListConfig) else [cfg.length]
     for length in lengths:
         Whole(1, MAX_TOKENS, unit="tokens").check("length", length)
@@ -96,21 +96,23 @@ def _counted(cfg: DictConfig) -> tuple[list[Row], NamedShape, list[str], list[As
     with said_when_slow(f"reading {cfg.model}"):
         shape = find_shape(cfg.model)
     if cfg.run:
-        asked = [_stored(Path(cfg.run), shape)]
+        methods = [_stored(Path(cfg.run), shape)]
     else:
         store = store_options(cfg.store)
-        asked = [Asked(name=name, policy=make_policy(method), store=store) for name, method in cfg._each_.items()]
+        methods = [
+            SizedMethod(name=name, policy=make_policy(method), store=store) for name, method in cfg._each_.items()
+        ]
         if cfg.methods is not None:
             made = {str(text): choices.make_method(text) for text in cfg.methods}
-            asked = [Asked(name=text, policy=policy, store=store) for text, policy in made.items()]
+            methods = [SizedMethod(name=text, policy=policy, store=store) for text, policy in made.items()]
     rows: list[Row] = []
     notes: list[str] = []
-    with said_when_slow(f"counting the bytes of {', '.join(one.name for one in asked)}"):
-        for one in asked:
-            found, said = _of_method(one, shape, lengths, cfg.answer)
-            rows += found
+    with said_when_slow(f"counting the bytes of {', '.join(one.name for one in methods)}"):
+        for one in methods:
+            method_rows, said = _of_method(one, shape, lengths, cfg.answer)
+            rows += method_rows
             notes += said
-    return rows, shape, notes, asked, lengths
+    return rows, shape, notes, methods, lengths
 
 
 def _kind_of_picture(path: str | None, answer: int) -> str:
@@ -123,7 +125,7 @@ def _kind_of_picture(path: str | None, answer: int) -> str:
     return kind
 
 
-def _stored(folder: Path, shape: NamedShape) -> Asked:
+def _stored(folder: Path, shape: NamedShape) -> SizedMethod:
     """The method of a stored run, and the shares that it measured; in its pages, where they hold slots of the shape."""
     record = RunRecord.load(folder)
     if record is None:
@@ -146,22 +148,24 @@ def _stored(folder: Path, shape: NamedShape) -> Asked:
     except ValueError as error:  # of the run's pages, or of what `project` refuses too
         note(f"with pages of store.page_bytes=auto, for that of the run does not fit: {error}")
         store = replace(store, page_bytes="auto")
-    return Asked(name=record.method, policy=policy, shares=tier_shares(samples.values()), store=store)
+    return SizedMethod(name=record.method, policy=policy, shares=tier_shares(samples.values()), store=store)
 
 
-def _of_method(asked: Asked, shape: NamedShape, lengths: Sequence[int], answer: int) -> tuple[list[Row], list[str]]:
-    """The rows of a method, and what must be known to read them."""
-    name, rows, notes = asked.name, list[Row](), list[str]()
+def _of_method(
+    method: SizedMethod, shape: NamedShape, lengths: Sequence[int], answer: int
+) -> tuple[list[Row], list[str]]:
+    """Rows of a method, and notes on them."""
+    name, rows, notes = method.name, list[Row](), list[str]()
     for length in lengths:
-        sizes = shape.store_shape, length - answer, answer, asked.store
-        least, most = project(asked.policy, *sizes, shares=asked.shares)
+        sizes = shape.store_shape, length - answer, answer, method.store
+        least, most = project(method.policy, *sizes, shares=method.shares)
         if is_one_number(least, most):
             rows.append((f"{name}, as measured" if most.measured else name, length, most))
             if most.measured:
                 notes = [f"How much {name} keeps depends on the text: its shares are those of the stored run."]
             continue
         rows += [(f"{name}, at least", length, least), (f"{name}, at most", length, most)]
-        more, notes = _known_elsewhere(asked, shape, length, answer)
+        more, notes = _known_elsewhere(method, shape, length, answer)
         rows += more
         why = (
             f"How much {name} keeps depends on the text: least where queries attend to one token, most where they "
@@ -173,13 +177,13 @@ def _of_method(asked: Asked, shape: NamedShape, lengths: Sequence[int], answer: 
     return rows, notes
 
 
-def _known_elsewhere(asked: Asked, shape: NamedShape, length: int, answer: int) -> tuple[list[Row], list[str]]:
-    """Rows that others' numbers make of a method whose memory the text decides, and whose numbers they are."""
-    name, rows, notes = asked.name, list[Row](), list[str]()
-    shares, model = shipped.shares_in_study(name, asked.policy, shape.name)
+def _known_elsewhere(method: SizedMethod, shape: NamedShape, length: int, answer: int) -> tuple[list[Row], list[str]]:
+    """Rows from published or stored shares of a method whose memory the text decides, and the source of the shares."""
+    name, rows, notes = method.name, list[Row](), list[str]()
+    shares, model = shipped.shares_in_study(name, method.policy, shape.name)
     if shares:
-        (found, _) = project(asked.policy, shape.store_shape, length - answer, answer, asked.store, shares)
-        rows.append((f"{name}, study", length, found))
+        (projection, _) = project(method.policy, shape.store_shape, length - answer, answer, method.store, shares)
+        rows.append((f"{name}, study", length, projection))
         notes.append(f"study: at the shares that the repository's study measured of {name} on {model}, another text.")
     elif not shipped.study_folders():
         notes.append(shipped.ABSENT)
@@ -203,39 +207,41 @@ def _table(rows: Sequence[Row], shape: NamedShape, batch: int) -> Table:
     if layers.keys_only:
         title = f"Bytes on {shape.name}: {shape.layers} layers of one latent vector of {layers.head_dim} channels"
     there = {"windows": layers.other_kinds, "states": layers.state_bytes}
-    beside = {name: items for name, items in BESIDE.items() if there[name]}
-    parts, extra = PARTS | beside, ["% alone"] if beside else []
+    off_page = {name: items for name, items in OFF_PAGE.items() if there[name]}
+    parts, extra = PARTS | off_page, ["% alone"] if off_page else []
     table = terminal.plain_table(title)
     table.add_column("method", no_wrap=True)
     many = [f"x {batch}"] if batch > 1 else []
     for heading in ("tokens", "resident", *many, "FP16", "%", *extra, *parts):
         table.add_column(heading, justify="right", no_wrap=True)
-    for name, length, found in rows:
+    for name, length, projection in rows:
         table.add_row(
             name,
             str(length),
-            *(format_bytes(count * found.resident_bytes) for count in ([1, batch] if many else [1])),
-            format_bytes(batch * found.fp16_bytes),
-            f"{RESIDENT.scale * found.ratio:.1f}",
-            *(_alone(found, shape, length) for _ in extra),
-            *(_part(found, items) for items in parts.values()),
+            *(format_bytes(count * projection.resident_bytes) for count in ([1, batch] if many else [1])),
+            format_bytes(batch * projection.fp16_bytes),
+            f"{RESIDENT.scale * projection.ratio:.1f}",
+            *(_alone(projection, shape, length) for _ in extra),
+            *(_part(projection, items) for items in parts.values()),
         )
     return table
 
 
-def _alone(found: Projection, shape: NamedShape, length: int) -> str:
+def _alone(projection: Projection, shape: NamedShape, length: int) -> str:
     """Share of the layers that see everything, of their own FP16 cache."""
-    if "window_bytes" not in found.items:
+    if "window_bytes" not in projection.items:
         return "-"
-    beside = found.items["window_bytes"] + found.items["state_bytes"]
-    return f"{RESIDENT.scale * (found.resident_bytes - beside) / shape.store_shape.layers_fp16_bytes(length):.1f}"
+    off_page = projection.items["window_bytes"] + projection.items["state_bytes"]
+    return (
+        f"{RESIDENT.scale * (projection.resident_bytes - off_page) / shape.store_shape.layers_fp16_bytes(length):.1f}"
+    )
 
 
-def _part(found: Projection, items: Sequence[str]) -> str:
+def _part(projection: Projection, items: Sequence[str]) -> str:
     """Share of some items; a dash of a number that came without items."""
-    if items[0] not in found.items:
+    if items[0] not in projection.items:
         return "-"
-    return f"{100 * sum(found.items[item] for item in items) / found.fp16_bytes:.1f}"
+    return f"{100 * sum(projection.items[item] for item in items) / projection.fp16_bytes:.1f}"
 
 
 def _notes(rows: Sequence[Row], shape: NamedShape, answer: int) -> list[str]:
@@ -277,9 +283,9 @@ def _lines(rows: Sequence[Row], shape: NamedShape, batch: int) -> list[list[Cell
             shape.name,
             length,
             batch,
-            found.ratio,
-            batch * found.fp16_bytes,
-            *(batch * found.items[i] if i in found.items else None for i in items),
+            projection.ratio,
+            batch * projection.fp16_bytes,
+            *(batch * projection.items[i] if i in projection.items else None for i in items),
         ]
-        for name, length, found in rows
+        for name, length, projection in rows
     ]

@@ -40,7 +40,7 @@ class Card:
 def find_card(name: object) -> Card:
     """The card of a name in any case; ValueError where there is none."""
     listed = as_dict(read_config(Path(__file__).with_name("cards.yaml")))
-    found = next((known for known in listed if known.lower() == str(name).lower()), None)
-    if found is None:
+    match = next((known for known in listed if known.lower() == str(name).lower()), None)
+    if match is None:
         raise ValueError(f"{unknown_name('gpu', name, listed)} memory=24GiB takes any other card.")
-    return Card(name=found, **listed[found])
+    return Card(name=match, **listed[match])

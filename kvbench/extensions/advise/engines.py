@@ -1,4 +1,4 @@
-"""Flags of serving engines: which setting of kvbench a command means, and which flags turn a setting on.
+"""Translation between flags of serving engines and settings of kvbench, in both directions.
 
 `engines.yaml` has every engine's words, with sources.
 """
@@ -25,7 +25,7 @@ SCALES = "scales.tsv"  # which `kvbench calibrate what=scales` writes
 
 @dataclass
 class Reading:
-    """What a command of an engine means: words of a run, and what to know of them."""
+    """Translation of an engine's command: words of a run, and notes on them."""
 
     engine: str
     words: list[str] = field(default_factory=list)
@@ -60,14 +60,14 @@ def read_command(command: str) -> Reading:
         programs = ", ".join(program for known in engines().values() for program in known["programs"])
         raise ValueError(f"{' '.join(words[:3]) or command!r} starts no engine that kvbench knows: {programs}")
     known = engines()[engine]
-    given = _flags(words) | {name: [value] for name, value in env.items()}
+    flags = _flags(words) | {name: [value] for name, value in env.items()}
     for flag, why in known["missing"].items():
-        if flag in given:
+        if flag in flags:
             raise ValueError(f"{flag} of {engine} has no counterpart in kvbench: {why}")
-    found = Reading(engine)
-    _read_format(found, known, given)
-    _read_model(found, known, given, words)
-    return found
+    reading = Reading(engine)
+    _read_format(reading, known, flags)
+    _read_model(reading, known, flags, words)
+    return reading
 
 
 def flags_of(policy: "Policy", num_layers: int | None = None) -> list[str]:
@@ -160,90 +160,92 @@ def _is_of(programs: Sequence[str], words: Sequence[str]) -> bool:
 
 def _flags(words: Sequence[str]) -> dict[str, list[str]]:
     """Flag -> the words behind it, up to the next one; vLLM's and SGLang's may have underscores."""
-    given: dict[str, list[str]] = {}
+    flags: dict[str, list[str]] = {}
     last: list[str] = []
     for word in words:
         if re.match(r"--?[A-Za-z]", word):
             name, has_value, value = word.partition("=")
             name = name.replace("_", "-") if name.startswith("--") else name
-            last = given[name] = [value] if has_value else []
+            last = flags[name] = [value] if has_value else []
         else:
             last.append(word)
-    return given
+    return flags
 
 
-def _value(given: Mapping[str, list[str]], names: Sequence[str], default: str = "") -> str:
+def _value(flags: Mapping[str, list[str]], names: Sequence[str], default: str = "") -> str:
     """The value of the last of some flags that was given."""
-    return next((given[name][0] if given[name] else "on" for name in reversed([*given]) if name in names), default)
+    return next((flags[name][0] if flags[name] else "on" for name in reversed([*flags]) if name in names), default)
 
 
-def _read_format(found: Reading, known: Mapping[str, Any], given: Mapping[str, list[str]]) -> None:
+def _read_format(reading: Reading, known: Mapping[str, Any], values: Mapping[str, list[str]]) -> None:
     """Words of the method."""
     flags = known["flags"]
     if "keys" in flags:
         sides = [
-            _type(found, known, _value(given, flags[side], FULL_TIER), flags[side][0]) for side in ("keys", "values")
+            _type(reading, known, _value(values, flags[side], FULL_TIER), flags[side][0]) for side in ("keys", "values")
         ]
         if sides == ["", ""]:
-            found.words.append(f"method={FULL}")
+            reading.words.append(f"method={FULL}")
             return
-        if sides[1] and _value(given, flags["flash"], "auto") in ("off", "0", "disabled"):
+        if sides[1] and _value(values, flags["flash"], "auto") in ("off", "0", "disabled"):
             raise ValueError(
-                f"{found.engine} stores values as {sides[1]} with flash attention alone; leave out -fa off"
+                f"{reading.engine} stores values as {sides[1]} with flash attention alone; leave out -fa off"
             )
         names = [side or FULL_TIER for side in sides]
-        found.words += [f"method={METHOD}", f"method.tier={'-'.join(dict.fromkeys(names))}"]
-        if _value(given, flags["unturned"], "0") not in ("0", ""):
-            found.words.append("store.rotation=off")
+        reading.words += [f"method={METHOD}", f"method.tier={'-'.join(dict.fromkeys(names))}"]
+        if _value(values, flags["unturned"], "0") not in ("0", ""):
+            reading.words.append("store.rotation=off")
         return
-    name = _value(given, flags["types"], "auto")
-    tier = _type(found, known, name, flags["types"][0])
+    name = _value(values, flags["types"], "auto")
+    tier = _type(reading, known, name, flags["types"][0])
     if not tier:
-        found.words.append(f"method={FULL}")
+        reading.words.append(f"method={FULL}")
         return
-    found.words += [f"method={METHOD}", f"method.tier={tier}"]
-    if tier == SCALED and _value(given, flags.get("scales", ()), "off") != "off":
-        found.words.append(f"method.scales={SCALES}")
-        found.notes.append(
-            f"{found.engine} finds scales of its own from random tokens; find yours first: "
+    reading.words += [f"method={METHOD}", f"method.tier={tier}"]
+    if tier == SCALED and _value(values, flags.get("scales", ()), "off") != "off":
+        reading.words.append(f"method.scales={SCALES}")
+        reading.notes.append(
+            f"{reading.engine} finds scales of its own from random tokens; find yours first: "
             f"kvbench calibrate what=scales scales.tokens=random scales.out={SCALES}, with the words of the model"
         )
     if leaves := known["formats"][name].get("leaves"):
-        found.words.append(f"method.protect_layers=[{','.join(map(str, leaves))}]")
-        found.notes.append(f"{found.engine} leaves layers {', '.join(map(str, leaves))} in 16 bits with {name}")
-    layers = [layer for word in _all(given, flags.get("skip", ())) for layer in word.split(",") if layer]
+        reading.words.append(f"method.protect_layers=[{','.join(map(str, leaves))}]")
+        reading.notes.append(f"{reading.engine} leaves layers {', '.join(map(str, leaves))} in 16 bits with {name}")
+    layers = [layer for word in _all(values, flags.get("skip", ())) for layer in word.split(",") if layer]
     if odd := [layer for layer in layers if not re.fullmatch("[0-9]+", layer)]:
         raise ValueError(
             f"{flags['skip'][0]} {odd[0]} has no counterpart in kvbench; name the layers by their numbers instead"
         )
     if layers:
-        found.words.append(f"method.tiers_by_layer={' '.join(f'{int(layer)}:fp16' for layer in layers)}")
+        reading.words.append(f"method.tiers_by_layer={' '.join(f'{int(layer)}:fp16' for layer in layers)}")
 
 
-def _type(found: Reading, known: Mapping[str, Any], name: str, flag: str) -> str:
+def _type(reading: Reading, known: Mapping[str, Any], name: str, flag: str) -> str:
     """The tier of an engine's word; empty for elements that are not coded."""
     if name in known["plain"]:
         return ""
     if name not in known["formats"]:
         there = ", ".join([*known["plain"], *known["formats"]])
-        raise ValueError(f"{flag} {name} of {found.engine} has no counterpart in kvbench; there are {there}")
+        raise ValueError(f"{flag} {name} of {reading.engine} has no counterpart in kvbench; there are {there}")
     return known["formats"][name]["tier"]
 
 
-def _all(given: Mapping[str, list[str]], names: Sequence[str]) -> list[str]:
-    return [word for name in names for word in given.get(name, [])]
+def _all(flags: Mapping[str, list[str]], names: Sequence[str]) -> list[str]:
+    return [word for name in names for word in flags.get(name, [])]
 
 
-def _read_model(found: Reading, known: Mapping[str, Any], given: Mapping[str, list[str]], words: Sequence[str]) -> None:
+def _read_model(
+    reading: Reading, known: Mapping[str, Any], values: Mapping[str, list[str]], words: Sequence[str]
+) -> None:
     """Words of the model, where the command names one."""
     flags = known["flags"]
-    if match := re.fullmatch(r"([0-9]{1,9})([kK]?)", _value(given, flags["context"])):
-        found.context_tokens = int(match[1]) * (1024 if match[2] else 1) or None
-    path = _value(given, flags["model"])
+    if match := re.fullmatch(r"([0-9]{1,9})([kK]?)", _value(values, flags["context"])):
+        reading.context_tokens = int(match[1]) * (1024 if match[2] else 1) or None
+    path = _value(values, flags["model"])
     if not path and "serve" in words[1:2] and len(words) > 2 and not words[2].startswith("-"):
         path = words[2]
     if path:
         kind = "gguf" if path.endswith(".gguf") else "hf"
-        found.words += [f"model={kind}", f"model.path={path}"]
-    elif repository := _value(given, flags.get("hub", ())):
-        found.notes.append(f"fetch the GGUF file of {repository} and give it as model=gguf model.path=FILE")
+        reading.words += [f"model={kind}", f"model.path={path}"]
+    elif repository := _value(values, flags.get("hub", ())):
+        reading.notes.append(f"fetch the GGUF file of {repository} and give it as model=gguf model.path=FILE")

@@ -1,5 +1,5 @@
-"""One recommendation: the setting, its bytes, what was measured of it, the risk with its bound, and the run that would
-settle it."""
+"""One recommendation: the setting, its bytes, its measurements, the risk with its bound, and the run that would
+decide."""
 
 import math
 import shlex
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kvbench.config import files
 from kvbench.config.files import FULL
-from kvbench.extensions.advise.advice import Advice, Asked, Quality, counts
+from kvbench.extensions.advise.advice import Advice, Quality, Target, counts
 from kvbench.extensions.advise.cards import Card
 from kvbench.extensions.advise.engines import flags_of
 from kvbench.show.progress import format_bytes, format_seconds
@@ -29,8 +29,8 @@ class Choice:
     """The method that is recommended, or to be tried first.
 
     Args:
-        item: What is known of it.
-        evidence: The measurement that speaks for it; None where none counts for this model and context.
+        item: Evidence on it.
+        evidence: The measurement in its favour; None where none counts for this model and context.
         is_proven: The whole interval of its loss is within the margin.
     """
 
@@ -40,11 +40,11 @@ class Choice:
 
 
 def evidence_of(item: Advice) -> Quality | None:
-    """The measurement of a method that counts for the model that is asked about: its own before that of a model near
+    """The measurement of a method that counts for the target model: its own before that of a model near
     it, and of these the one with more samples; None where nothing near was measured."""
-    asked = item.asked
-    found = [quality for quality in item.quality if counts(quality, asked)]
-    return max(found, key=lambda quality: (quality.own, quality.num_samples), default=None)
+    target = item.target
+    qualities = [quality for quality in item.quality if counts(quality, target)]
+    return max(qualities, key=lambda quality: (quality.same_model, quality.num_samples), default=None)
 
 
 def choose(ranked: Sequence[Advice]) -> Choice | None:
@@ -54,14 +54,14 @@ def choose(ranked: Sequence[Advice]) -> Choice | None:
     full = next((item.total_bytes for item in ranked if item.method == FULL), None)
     fitting = [item for item in ranked if item.method != FULL and _fits(item) and _saves(item, full)]
     known = [(item, evidence) for item in fitting if (evidence := evidence_of(item)) is not None]
-    kept = [(item, evidence) for item, evidence in known if evidence.lost <= item.asked.margin]
-    proven = [(item, one) for item, one in kept if one.most is not None and one.most <= item.asked.margin]
+    kept = [(item, evidence) for item, evidence in known if evidence.lost <= item.target.margin]
+    proven = [(item, one) for item, one in kept if one.most is not None and one.most <= item.target.margin]
     if proven:
-        item, evidence = min(proven, key=lambda pair: (not pair[1].own, pair[0].total_bytes or 0))
+        item, evidence = min(proven, key=lambda pair: (not pair[1].same_model, pair[0].total_bytes or 0))
         return Choice(item=item, evidence=evidence, is_proven=True)
     if kept:
         item, evidence = min(
-            kept, key=lambda pair: (not pair[1].own, math.inf if pair[1].most is None else pair[1].most)
+            kept, key=lambda pair: (not pair[1].same_model, math.inf if pair[1].most is None else pair[1].most)
         )
         return Choice(item=item, evidence=evidence, is_proven=False)
     refuted = {id(item) for item, _ in known}
@@ -74,12 +74,13 @@ def choose(ranked: Sequence[Advice]) -> Choice | None:
 
 
 def _lost_elsewhere(item: Advice) -> bool:
-    """Whether a method lost more than the margin wherever it was measured: no evidence here, and no reason to begin."""
-    return bool(item.quality) and all(quality.lost > item.asked.margin for quality in item.quality)
+    """True for a method that lost more than the margin wherever it was measured: no evidence for the target, and a
+    poor first choice."""
+    return bool(item.quality) and all(quality.lost > item.target.margin for quality in item.quality)
 
 
 def _fits(item: Advice) -> bool:
-    room = item.asked.memory_bytes
+    room = item.target.memory_bytes
     return item.total_bytes is not None and (room is None or item.total_bytes <= room)
 
 
@@ -87,18 +88,18 @@ def _saves(item: Advice, full: int | None) -> bool:
     return full is None or (item.total_bytes or 0) < full
 
 
-def recommendation(ranked: Sequence[Advice], asked: Asked, card: Card | None) -> list[str]:
+def recommendation(ranked: Sequence[Advice], target: Target, card: Card | None) -> list[str]:
     """The recommendation in lines of text; a line that begins with two spaces is a command to copy."""
-    shape, full = asked.shape, next((item for item in ranked if item.method == FULL), None)
-    lines = [_of_full(full, asked)] if full is not None else []
-    if shape.context and asked.context_tokens > shape.context:
+    shape, full = target.shape, next((item for item in ranked if item.method == FULL), None)
+    lines = [_of_full(full, target)] if full is not None else []
+    if shape.context and target.context_tokens > shape.context:
         lines.append(
-            f"{shape.name} was made for {shape.context} tokens, and context={asked.context_tokens} is more: what it "
+            f"{shape.name} was made for {shape.context} tokens, and context={target.context_tokens} is more: what it "
             f"says there is worth little with any cache. Ask with context={shape.context}."
         )
     choice = choose(ranked)
     if choice is None:
-        lines.append(_of_nothing(full, asked))
+        lines.append(_of_nothing(full, target))
         return _folded(lines)
     item, evidence = choice.item, choice.evidence
     assert item.total_bytes is not None, "what is ranked is counted"
@@ -109,45 +110,45 @@ def recommendation(ranked: Sequence[Advice], asked: Asked, card: Card | None) ->
     lines += ["", f"{word}: {safe(item.label)}. Its caches take {format_bytes(item.total_bytes)}{saved}."]
     if flags := _flags(item)[:MOST_FLAGS]:
         lines += ["In an engine:", *(f"  {line}" for line in flags)]
-    lines.append(_measured(choice, asked))
+    lines.append(_measured(choice, target))
     lines.append(_risk(evidence))
     if not choice.is_proven:
-        lines += _settling(choice, asked, card)
+        lines += _settling(choice, target, card)
     return _folded(lines)
 
 
-def _of_full(full: Advice, asked: Asked) -> str:
-    what = f"{asked.shape.name}, {asked.batch} x {asked.context_tokens} tokens: the full cache takes "
+def _of_full(full: Advice, target: Target) -> str:
+    what = f"{target.shape.name}, {target.batch} x {target.context_tokens} tokens: the full cache takes "
     what += format_bytes(full.total_bytes)
-    if asked.memory_bytes is None:
+    if target.memory_bytes is None:
         return f"{what}."
-    room = format_bytes(max(0, asked.memory_bytes))
+    room = format_bytes(max(0, target.memory_bytes))
     return f"{what}, and {'fits' if _fits(full) else 'does not fit'} into the {room} that are free for caches."
 
 
-def _of_nothing(full: Advice | None, asked: Asked) -> str:
+def _of_nothing(full: Advice | None, target: Target) -> str:
     if full is not None and _fits(full):
         return "Keep the full cache: nothing smaller that was measured loses as little as the margin allows."
-    if asked.memory_bytes is None or full is None or not full.total_bytes:
+    if target.memory_bytes is None or full is None or not full.total_bytes:
         return "Nothing can be recommended: no method is known to lose as little as the margin allows."
-    count = max(0, asked.memory_bytes) * asked.batch // full.total_bytes
+    count = max(0, target.memory_bytes) * target.batch // full.total_bytes
     return (
         f"Nothing that fits is known to lose as little as the margin allows. The full cache of {count} such sequences "
         "fits; or allow more loss with margin=."
     )
 
 
-def _measured(choice: Choice, asked: Asked) -> str:
-    evidence, name = choice.evidence, asked.shape.name
+def _measured(choice: Choice, target: Target) -> str:
+    evidence, name = choice.evidence, target.shape.name
     if evidence is None:
         ships = "an engine ships it, and " if _flags(choice.item) else ""
         return (
-            f"Nothing counts as measured for {name} at {asked.context_tokens} tokens: neither it nor a model of nearly "
-            f"its size was. Why this one: {ships}of what fits it is the gentlest that lost nothing elsewhere."
+            f"Nothing counts as measured for {name} at {target.context_tokens} tokens: neither it nor a model of "
+            f"nearly its size was. Why this one: {ships}of what fits it is the gentlest that lost nothing elsewhere."
         )
     by = "your runs" if not evidence.study else evidence.study
     far = ""
-    if asked.context_tokens > 2 * evidence.longest_tokens:
+    if target.context_tokens > 2 * evidence.longest_tokens:
         far = f" Its prompts had up to {evidence.longest_tokens} tokens; longer ones may lose more."
     shown = f"{number(-evidence.lost, evidence.scale, signed=True)} {evidence.unit}"
     if evidence.least is not None and evidence.most is not None:
@@ -166,21 +167,21 @@ def _risk(evidence: Quality | None) -> str:
     return f"Risk: {shown}; at most {number(max(0.0, evidence.most), evidence.scale)} {evidence.unit} by 95 %."
 
 
-def _settling(choice: Choice, asked: Asked, card: Card | None) -> list[str]:
-    """The one run that would settle it, and its time."""
+def _settling(choice: Choice, target: Target, card: Card | None) -> list[str]:
+    """The run that would decide, and its time."""
     item, needed = choice.item, choice.evidence.needed if choice.evidence else None
     count = SAMPLES if needed is None or needed > MOST_SAMPLES else max(needed, SAMPLES)
     items = math.ceil(count / RULER_TASKS)
-    length = min(asked.context_tokens, asked.shape.context or asked.context_tokens)
+    length = min(target.context_tokens, target.shape.context or target.context_tokens)
     words = [f"method={item.method}", *(f"method.{name}={value}" for name, value in item.settings.items())]
-    words += ["task=ruler", f"task.lengths=[{length}]", f"task.items={items}", *model_words(asked.shape)]
+    words += ["task=ruler", f"task.lengths=[{length}]", f"task.items={items}", *model_words(target.shape)]
     words += ["model.device=cuda", "model.dtype=bfloat16"] if card else []
     lines = ["", f"This run would settle it, with {items * RULER_TASKS} questions of {length} tokens:"]
     lines.append("  " + shlex.join(["kvbench", *words]))
     if card is None:
         return [*lines, "gpu=NAME says how long it takes."]
     prompts = 2 * items * RULER_TASKS  # of the method and of the full cache
-    seconds = card.seconds(asked.shape, prompts, length - asked.answer_tokens, asked.answer_tokens)
+    seconds = card.seconds(target.shape, prompts, length - target.answer_tokens, target.answer_tokens)
     if seconds is not None:
         lines.append(f"It takes about {format_seconds(seconds)} on one {card.name}; that is computed, not measured.")
     return lines
@@ -194,12 +195,12 @@ def model_words(shape: NamedShape) -> list[str]:
 
 
 def _flags(item: Advice) -> list[str]:
-    return [] if item.policy is None else flags_of(item.policy, item.asked.shape.layers)
+    return [] if item.policy is None else flags_of(item.policy, item.target.shape.layers)
 
 
 def _folded(lines: Sequence[str]) -> list[str]:
-    """The lines in so many columns, but for commands, which are copied."""
-    found: list[str] = []
+    """Wrap lines to `WIDTH` columns, except commands, which are meant to be copied."""
+    result: list[str] = []
     for line in lines:
-        found += [line] if line.startswith("  ") or not line else textwrap.wrap(line, WIDTH, break_on_hyphens=False)
-    return found
+        result += [line] if line.startswith("  ") or not line else textwrap.wrap(line, WIDTH, break_on_hyphens=False)
+    return result

@@ -6,7 +6,7 @@ from pathlib import Path
 from kvbench.config.compose import compose
 from kvbench.config.files import FULL
 from kvbench.extensions.advise import shipped
-from kvbench.extensions.advise.advice import Asked, counts, of_study
+from kvbench.extensions.advise.advice import Target, counts, of_study
 from kvbench.results.measures import SCORE
 from kvbench.runs.choices import make_method
 from kvbench.runs.parts import make_policy
@@ -20,11 +20,11 @@ MOST_LOSSES = 3
 
 
 def answer(words: Sequence[str], context_tokens: int | None) -> list[str]:
-    """What a setting holds of the full cache, and what was measured of it, in lines of text.
+    """Describe the share of the full cache that a setting holds, and its measured losses, in lines of text.
 
     Args:
-        words: The words of a run that the engine's command means.
-        context_tokens: Of one sequence, where the command says; else what the model was made for.
+        words: Words of the run that the engine's command translates to.
+        context_tokens: Tokens of one sequence, where the command sets them; else the model's context length.
     """
     group = compose([word for word in words if word.startswith("method")]).method
     policy = make_policy({name: value for name, value in group.items() if name != "scales"})
@@ -42,15 +42,15 @@ def answer(words: Sequence[str], context_tokens: int | None) -> list[str]:
         )
     if group._target_ == compose([f"method={FULL}"]).method._target_:
         return [*lines, "Loss: none; this is the full cache."]
-    found = [one for one in shipped.losses(SCORE.key) if repr(make_method(one.label)) == repr(policy)]
-    if not found:
+    matching = [one for one in shipped.losses(SCORE.key) if repr(make_method(one.label)) == repr(policy)]
+    if not matching:
         lines.append("Loss: not measured by the repository's studies; run=... measures it, as below.")
-    asked = Asked(shape=shape, context_tokens=tokens, answer_tokens=ANSWER, batch=1, memory_bytes=None, margin=0.01)
-    for one in found[:MOST_LOSSES]:
+    target = Target(shape=shape, context_tokens=tokens, answer_tokens=ANSWER, batch=1, memory_bytes=None, margin=0.01)
+    for one in matching[:MOST_LOSSES]:
         difference, low, high = (
             number(value, SCORE.scale, signed=True) for value in (one.difference, one.low, one.high)
         )
-        is_near = counts(of_study(one, SCORE, asked), asked)
+        is_near = counts(of_study(one, SCORE, target), target)
         near = "" if is_near else "; another model or length, so no evidence for yours"
         lines.append(
             f"Loss: {difference} {SCORE.unit} [{low}, {high}] on {one.task} with {one.model}, n={one.samples}{near}."

@@ -1,4 +1,4 @@
-"""The studies that come with the repository: others made their runs, and they are marked so wherever they count."""
+"""Studies that come with the repository; their runs are marked as others' evidence wherever they count."""
 
 import csv
 import os
@@ -12,9 +12,9 @@ from kvbench.evidence.load import find_runs
 from kvbench.results.lines import read_samples
 from kvbench.sizing.stored import policy_of, tier_shares
 
-PLACE = "results/example"
-STUDY, BENCHMARKS = f"{PLACE}/study", f"{PLACE}/benchmarks"  # generated questions; real benchmarks
-ABSENT = f"The studies of the repository ({PLACE}) are not installed with the package; a clone has them."
+FOLDER = "results/example"
+STUDY, BENCHMARKS = f"{FOLDER}/study", f"{FOLDER}/benchmarks"  # generated questions; real benchmarks
+ABSENT = f"The studies of the repository ({FOLDER}) are not installed with the package; a clone has them."
 
 LONGEST_TOKENS = 1024  # of the first study's prompts
 POOLED = "mean over"  # both lengths, in its table
@@ -34,8 +34,8 @@ def shares_in_study(method: str, policy: object, model: str = "") -> tuple[list[
     """The shares of tiers that the studies measured of a method's policy, over all its runs on one model, and that
     model: the wanted one where it was measured; none where no study has such a run."""
     filters = (None, None, [method])
-    found = [one for root in study_folders() for one in find_runs(root, {}, filters)]
-    same = [one for one in found if repr(policy_of(one[1].identity)) == repr(policy)]
+    runs = [one for root in study_folders() for one in find_runs(root, {}, filters)]
+    same = [one for one in runs if repr(policy_of(one[1].identity)) == repr(policy)]
     names = [record.model for _, record in same]
     chosen = model if model in names else next(iter(names), "")
     samples = (
@@ -66,8 +66,8 @@ class StudyLoss(NamedTuple):
 
 
 def _rows(name: str) -> list[dict[str, str]]:
-    """The rows of a table beside the studies; none where there is none."""
-    path = package_folder().parent / PLACE / name
+    """Rows of a table of the studies; none where the file is absent."""
+    path = package_folder().parent / FOLDER / name
     if not study_folders() or not path.is_file():
         return []
     with path.open(newline="", encoding="utf-8") as file:
@@ -76,8 +76,8 @@ def _rows(name: str) -> list[dict[str, str]]:
 
 @cache
 def losses(metric: str) -> list[StudyLoss]:
-    """What the studies found of a metric, as their own tables have it: of the generated questions over both of their
-    lengths, of the benchmarks task by task. Empty where they are not there, or have no such metric."""
+    """Losses of a metric in the tables of the repository's studies: of the generated questions over both of their
+    lengths, of the benchmarks task by task. Empty where the studies are absent, or have no such metric."""
     pooled = [row for row in _rows("measures.csv") if row["group"].startswith(POOLED)]
     both = [{"study": STUDY, "task": "longctx", "model": row["group"].rpartition(" ")[2], **row} for row in pooled]
     both += [{"study": BENCHMARKS, **row} for row in _rows("benchmarks.csv")]
@@ -98,10 +98,10 @@ def losses(metric: str) -> list[StudyLoss]:
 
 
 class Order(NamedTuple):
-    """How far two models that were measured put the same methods in the same order."""
+    """Rank agreement of two measured models on the same methods."""
 
     runs: str
-    """Which: all that both have, or those at one budget."""
+    """The compared methods: all that both have, or those at one budget."""
     num_methods: int
     places: tuple[str, str]
     """Task and model of each."""

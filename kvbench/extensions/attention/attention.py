@@ -1,4 +1,4 @@
-"""`kvbench calibrate what=attention` reads prompts with the full cache and draws what its attention is like, as papers
+"""`kvbench calibrate what=attention` reads prompts with the full cache and draws statistics of its attention, as papers
 do before they propose a method: how scores and values spread, how few tokens matter, which channels stand out, what
 persists."""
 
@@ -44,7 +44,7 @@ class Attention(Looks):
     share: float = 0.95
     top: int = 150
     mapped: frozenset[int] = frozenset()
-    found: dict[int, list[Any]] = field(default_factory=dict, compare=False)
+    collected: dict[int, list[Any]] = field(default_factory=dict, compare=False)
     needs: ClassVar[frozenset[Need]] = frozenset()
 
     def look(self, seen: LayerTensors) -> Any:
@@ -56,13 +56,13 @@ class Attention(Looks):
         last = torch.arange(tokens) * WINDOWS // tokens == WINDOWS - 1  # queries that see nearly all of the prompt
         for first in range(0, tokens, step):
             places = torch.arange(first, min(first + step, tokens))
-            found = seen.softmax(seen.logits(slice(first, first + step))).float().cpu()  # [query heads, step, tokens]
-            windows.index_add_(0, places * WINDOWS // tokens, found.transpose(0, 1))
+            weights = seen.softmax(seen.logits(slice(first, first + step))).float().cpu()  # [query heads, step, tokens]
+            windows.index_add_(0, places * WINDOWS // tokens, weights.transpose(0, 1))
             counts = (places < torch.tensor(ends)[:, None]).float()
-            sums += torch.einsum("sp,hpt->sht", counts, found[..., : ends[0] - 1])
+            sums += torch.einsum("sp,hpt->sht", counts, weights[..., : ends[0] - 1])
             late = places[last[places]]
-            needed += (critical_tokens(found[:, last[places]], self.share) / (late + 1)).sum(1)
-            rows += [found.mean(0)] if seen.layer in self.mapped else []
+            needed += (critical_tokens(weights[:, last[places]], self.share) / (late + 1)).sum(1)
+            rows += [weights.mean(0)] if seen.layer in self.mapped else []
         return Seen(
             received=windows.sum(0) / torch.arange(tokens, 0, -1),
             windows=windows[..., : tokens // WINDOWS],
@@ -90,24 +90,24 @@ def critical_tokens(probabilities: Tensor, share: float) -> Tensor:
 
 @torch.no_grad()
 def measure(loaded: Any, prompts: Sequence[Sequence[int]], spec: Attention, advance: Any = lambda: None) -> list:
-    """What `Attention` finds, prompt by prompt, layer by layer: a list of lists of `Seen`."""
+    """Run `Attention` on prompts; returns a list of lists of `Seen`, by prompt and layer."""
     look_at(
         loaded, ScoreSpec(statistic=spec, prefill_queries=ALL_QUERIES), [list(prompt) for prompt in prompts], advance
     )
-    return [list(layers) for layers in zip(*(parts for _, parts in sorted(spec.found.items())), strict=True)]
+    return [list(layers) for layers in zip(*(parts for _, parts in sorted(spec.collected.items())), strict=True)]
 
 
 def main(cfg: DictConfig) -> int:
     """Carry out `kvbench calibrate what=attention`; see conf/command/attention.yaml."""
-    own = cfg.attention
-    wanted = list(FIGURES) if own.what == "all" else [str(own.what)]
+    settings = cfg.attention
+    wanted = list(FIGURES) if settings.what == "all" else [str(settings.what)]
     for name in wanted:
         if name not in FIGURES:
             raise unknown_name("attention.what", name, ["all", *FIGURES])
-    count = check_whole("attention.prompts", own.prompts, 1)
-    check_whole("attention.maps", own.maps, 1)
-    check_whole("attention.top", own.top, 1)
-    Number(0, 1, above=True).check("attention.share", own.share)
+    count = check_whole("attention.prompts", settings.prompts, 1)
+    check_whole("attention.maps", settings.maps, 1)
+    check_whole("attention.top", settings.top, 1)
+    Number(0, 1, above=True).check("attention.share", settings.share)
     parts = Loaders()
     parts.check_task(cfg)
     model = parts.load_model(cfg.model)
@@ -116,16 +116,16 @@ def main(cfg: DictConfig) -> int:
     if not prompts:
         raise ValueError(f"task={task.name} has no prompt of {2 * WINDOWS} tokens; task=longctx has")
     last = model_shape(model.model).num_layers - 1
-    mapped = {round(place) for place in torch.linspace(0, last, own.maps).tolist()} if "maps" in wanted else ()
-    spec = Attention(share=own.share, mapped=frozenset(mapped), top=own.top)
+    mapped = {round(number) for number in torch.linspace(0, last, settings.maps).tolist()} if "maps" in wanted else ()
+    spec = Attention(share=settings.share, mapped=frozenset(mapped), top=settings.top)
     with Progress(f"attention of {model.name} on {task.name}", len(prompts), 0) as progress:
-        found = measure(model, prompts, spec, progress.advance)
+        measured = measure(model, prompts, spec, progress.advance)
     tokens = sorted(map(len, prompts))
     title = f"{model.name} on {task.name}, n = {len(prompts)} prompts of {tokens[0]} to {tokens[-1]} tokens"
-    root, console = Path(str(own.out)), terminal.console(120)
+    root, console = Path(str(settings.out)), terminal.console(120)
     contents: dict[Path, bytes] = {}
     for name in wanted:
-        made = FIGURES[name](found, own.share)
+        made = FIGURES[name](measured, settings.share)
         for kind in KINDS:
             contents[root / f"{name}.{kind}"] = drawn(partial(made.draw, title), kind, STYLE, dpi=200)
         contents[root / f"{name}.csv"] = records_csv(made.records)

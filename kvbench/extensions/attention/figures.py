@@ -1,4 +1,4 @@
-"""The pictures of `kvbench calibrate what=attention`: each is made from what was seen of some prompts, layer by layer,
+"""The pictures of `kvbench calibrate what=attention`: each is made from `Seen` of some prompts, layer by layer,
 and has its numbers as records for a CSV and one sentence for the terminal."""
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 HEAVY = 0.2  # share of the tokens that count as heavy hitters
 BEHIND = 32  # last tokens of a prompt that stand for an answer
-MAPS = 4  # maps beside one another
+MAPS = 4  # maps in a row
 SHADES = "cividis"  # even in brightness
 LEAST = 1e-8  # of a score that is drawn on a scale of powers
 
@@ -54,7 +54,7 @@ Prompts = Sequence[Sequence[Seen]]
 
 @dataclass(frozen=True, kw_only=True)
 class Made:
-    """A picture before it is drawn: what draws its panels, its numbers, and a sentence."""
+    """A picture before it is drawn: the function for its panels, its numbers, and a sentence."""
 
     panels: Callable[["Sequence[Axes]"], None]
     size: tuple[float, float]
@@ -80,7 +80,7 @@ def _plain_powers(axes: "Axes") -> None:
 
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(numticks=8))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, place: f"{value:g}"))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, position: f"{value:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
@@ -97,19 +97,19 @@ def spread(prompts: Prompts, share: float) -> Made:
         "attention score": [torch.cat([one.received.flatten() for one in layer]) for layer in layers],
         "value norm": [torch.cat([one.values.norm(dim=-1).flatten() for one in layer]) for layer in layers],
     }
-    orders = {name: [_orders(values) for values in found] for name, found in kinds.items()}
+    orders = {name: [_orders(values) for values in by_layer] for name, by_layer in kinds.items()}
     records = [
         csv_row(quantity=name, layer=layer, orders=orders[name][layer], median=float(values.median()))
-        for name, found in kinds.items()
-        for layer, values in enumerate(found)
+        for name, by_layer in kinds.items()
+        for layer, values in enumerate(by_layer)
     ]
 
     def panels(axes: "Sequence[Axes]") -> None:
         ranks = np.linspace(0, 1, 200)
-        for (name, found), colour in zip(kinds.items(), (VERMILION, BLUE), strict=True):
-            curves = [np.quantile((v / v.median()).clamp(min=LEAST).numpy(), ranks) for v in found]
-            for place, curve in enumerate(curves):
-                axes[0].plot(ranks, curve, color=colour, lw=0.5, alpha=0.4, label="" if place else name)
+        for (name, layers), colour in zip(kinds.items(), (VERMILION, BLUE), strict=True):
+            curves = [np.quantile((v / v.median()).clamp(min=LEAST).numpy(), ranks) for v in layers]
+            for index, curve in enumerate(curves):
+                axes[0].plot(ranks, curve, color=colour, lw=0.5, alpha=0.4, label="" if index else name)
             axes[1].plot(orders[name], color=colour, marker="o", ms=2, lw=1, label=name)
         _plain_powers(axes[0])
         axes[0].set(xlabel="rank, as a share of the tokens", ylabel="relative to the layer's median")
@@ -153,24 +153,24 @@ def tokens(prompts: Prompts, share: float) -> Made:
 
 def critical(prompts: Prompts, share: float) -> Made:
     """The share of tokens that have most of the attention: by layer and head, and by request."""
-    found = np.array([[one.critical.numpy() for one in layers] for layers in prompts])  # [prompts, layers, heads]
+    shares = np.array([[one.critical.numpy() for one in layers] for layers in prompts])  # [prompts, layers, heads]
     records = [
-        csv_row(prompt=prompt, layer=layer, head=head, share_of_tokens=float(found[prompt, layer, head]))
-        for prompt, layer, head in np.ndindex(*found.shape)
+        csv_row(prompt=prompt, layer=layer, head=head, share_of_tokens=float(shares[prompt, layer, head]))
+        for prompt, layer, head in np.ndindex(*shares.shape)
     ]
 
     def panels(axes: "Sequence[Axes]") -> None:
-        image = axes[0].imshow(100 * found.mean(0).T, cmap=SHADES, aspect="auto", interpolation="nearest", vmin=0)
+        image = axes[0].imshow(100 * shares.mean(0).T, cmap=SHADES, aspect="auto", interpolation="nearest", vmin=0)
         axes[0].set(xlabel="layer", ylabel="query head", title="mean over requests")
         axes[0].figure.colorbar(image, ax=axes[0], label=f"% of the tokens for {100 * share:g} % of attention")
-        axes[1].boxplot(100 * found.reshape(len(found), -1).T, sym="", whis=(5, 95), medianprops={"color": VERMILION})
+        axes[1].boxplot(100 * shares.reshape(len(shares), -1).T, sym="", whis=(5, 95), medianprops={"color": VERMILION})
         axes[1].set(xlabel="request", ylabel="% of the tokens, heads of all layers", ylim=(0, None))
         axes[1].set_title("median, quartiles, 5 % and 95 %")
 
-    low, high = 100 * np.quantile(found, (0.05, 0.95))
+    low, high = 100 * np.quantile(shares, (0.05, 0.95))
     said = (
         f"{100 * share:g} % of a late query's attention lies on {low:.1f} % to {high:.1f} % of the tokens "
-        f"(5 % and 95 % of {found.size} heads and requests), the median on {100 * np.median(found):.1f} %"
+        f"(5 % and 95 % of {shares.size} heads and requests), the median on {100 * np.median(shares):.1f} %"
     )
     return Made(panels=panels, size=(6.4, 2.8), columns=2, records=records, said=said)
 
@@ -185,11 +185,11 @@ def outliers(prompts: Prompts, share: float) -> Made:
         ])
         for name, side in sides.items()
     }  # [layers, KV heads, channels]  # fmt: skip
-    ratios = {name: (found.amax(-1) / found.median(-1).values) for name, found in means.items()}
+    ratios = {name: (ratio.amax(-1) / ratio.median(-1).values) for name, ratio in means.items()}
     records = [
-        csv_row(side=name, layer=layer, head=head, largest_of_median=float(found[layer, head]))
-        for name, found in ratios.items()
-        for layer, head in np.ndindex(*found.shape)
+        csv_row(side=name, layer=layer, head=head, largest_of_median=float(ratio[layer, head]))
+        for name, ratio in ratios.items()
+        for layer, head in np.ndindex(*ratio.shape)
     ]
     layer, head = divmod(int(ratios["keys"].argmax()), ratios["keys"].shape[1])
 
@@ -209,13 +209,13 @@ def outliers(prompts: Prompts, share: float) -> Made:
             one.set(xlabel="channel", ylabel="token", title=f"|{name}|, layer {layer}, KV head {head}")
             one.figure.colorbar(image, ax=one, label="absolute value")
 
-    most = {name: float(found.max()) for name, found in ratios.items()}
+    most = {name: float(ratio.max()) for name, ratio in ratios.items()}
     said = f"the largest channel is {most['keys']:.1f} times the median one in keys, {most['values']:.1f} in values"
     return Made(panels=panels, size=(7.2, 2.8), columns=3, records=records, said=said)
 
 
 def persistence(prompts: Prompts, share: float) -> Made:
-    """How many of the heavy hitters of one part of the queries are heavy hitters of the parts behind it."""
+    """Share of the heavy hitters of one part of the queries that are heavy hitters of later parts."""
     shares = np.array([[_persisting(one.windows) for one in layers] for layers in prompts]).mean(0)  # [layers, parts]
     records = [
         csv_row(layer=layer, part=part + 3, share_still_heavy=float(shares[layer, part]))
@@ -250,8 +250,8 @@ def _persisting(windows: Tensor) -> list[float]:
 
 
 def steps(prompts: Prompts, share: float) -> Made:
-    """Which tokens are the heaviest of single heads at three steps of the end of the first prompt, and the share of
-    those of the first step that still are, of all prompts."""
+    """Heaviest tokens of single heads at three steps at the end of the first prompt, and over all prompts the share of
+    those of the first step that stay among them."""
     names = ("first", "middle", "last")
     stays = np.array([[_staying(one.heaviest).numpy() for one in layers] for layers in prompts]).mean(0)
     records = [
@@ -266,13 +266,13 @@ def steps(prompts: Prompts, share: float) -> Made:
 
     def panels(axes: "Sequence[Axes]") -> None:
         marks = torch.zeros(3 * len(shown), width)
-        for place, (layer, head) in enumerate(shown):
-            marks[3 * place : 3 * place + 3].scatter_(1, first[layer].heaviest[:, head], 1.0)
+        for index, (layer, head) in enumerate(shown):
+            marks[3 * index : 3 * index + 3].scatter_(1, first[layer].heaviest[:, head], 1.0)
         axes[0].imshow(marks.numpy(), cmap="Greens", aspect="auto", interpolation="nearest", vmin=0, vmax=1.4)
-        axes[0].set_yticks([3 * place + 1 for place in range(len(shown))])
+        axes[0].set_yticks([3 * index + 1 for index in range(len(shown))])
         axes[0].set_yticklabels([f"layer {layer}, head {head}" for layer, head in shown])
-        for place in range(1, len(shown)):
-            axes[0].axhline(3 * place - 0.5, color=GREY, lw=0.5)
+        for index in range(1, len(shown)):
+            axes[0].axhline(3 * index - 0.5, color=GREY, lw=0.5)
         axes[0].set(xlabel="token of the first prompt", title=f"heaviest at the {', '.join(names)} step, from above")
         for line, (name, colour) in enumerate(zip(names[1:], (BLUE, VERMILION), strict=True)):
             axes[1].plot(100 * stays[:, line].mean(-1), color=colour, marker="o", ms=2, lw=1, label=f"{name} step")
@@ -296,31 +296,31 @@ def _staying(heaviest: Tensor) -> Tensor:
 
 def maps(prompts: Prompts, share: float) -> Made:
     """Attention of query by key in some layers of the first prompt."""
-    found = {layer: one.mapped for layer, one in enumerate(prompts[0]) if one.mapped is not None}
-    columns, rows = min(MAPS, len(found)), -(-len(found) // MAPS)
-    near = {layer: _near(whole) for layer, whole in found.items()}
+    mapped = {layer: one.mapped for layer, one in enumerate(prompts[0]) if one.mapped is not None}
+    columns, rows = min(MAPS, len(mapped)), -(-len(mapped) // MAPS)
+    near = {layer: _near(whole) for layer, whole in mapped.items()}
     records = [
         csv_row(layer=layer, first_token=float(whole[:, 0].mean()), nearest_32=near[layer])
-        for layer, whole in found.items()
+        for layer, whole in mapped.items()
     ]
 
     def panels(axes: "Sequence[Axes]") -> None:
-        for one in axes[len(found) :]:
+        for one in axes[len(mapped) :]:
             one.set_visible(False)
-        for place, (one, (layer, whole)) in enumerate(zip(axes, found.items(), strict=False)):
+        for index, (one, (layer, whole)) in enumerate(zip(axes, mapped.items(), strict=False)):
             shown = whole.masked_fill(torch.ones_like(whole).triu(1) > 0, torch.nan).clamp(min=LEAST).log10().numpy()
             image = one.imshow(shown, cmap=SHADES, interpolation="nearest", vmin=-6, vmax=0)
             one.set(title=f"layer {layer}")
-            if place >= len(found) - columns:
+            if index >= len(mapped) - columns:
                 one.set_xlabel("key")
-            if place % columns == 0:
+            if index % columns == 0:
                 one.set_ylabel("query")
         axes[0].figure.colorbar(image, ax=axes, label="log10 of attention, mean over heads", shrink=0.8)
 
     said = "; ".join(
         f"layer {layer}: {100 * float(whole[:, 0].mean()):.0f} % on the first token, {100 * near[layer]:.0f} % on the "
         "nearest 32"
-        for layer, whole in found.items()
+        for layer, whole in mapped.items()
     )
     return Made(panels=panels, size=(7.6, 0.5 + 1.9 * rows), columns=columns, rows=rows, records=records, said=said)
 
@@ -332,21 +332,21 @@ def _near(whole: Tensor) -> float:
 
 def variance(prompts: Prompts, share: float) -> Made:
     """Variance of the accumulated attention by layer."""
-    found = np.array([[one.variance for one in layers] for layers in prompts])
+    values = np.array([[one.variance for one in layers] for layers in prompts])
     records = [
-        csv_row(prompt=prompt, layer=layer, variance=float(found[prompt, layer]))
-        for prompt, layer in np.ndindex(*found.shape)
+        csv_row(prompt=prompt, layer=layer, variance=float(values[prompt, layer]))
+        for prompt, layer in np.ndindex(*values.shape)
     ]
 
     def panels(axes: "Sequence[Axes]") -> None:
-        axes[0].bar(range(found.shape[1]), found.mean(0), color=BLUE, label="mean over prompts")
-        for line in found:
+        axes[0].bar(range(values.shape[1]), values.mean(0), color=BLUE, label="mean over prompts")
+        for line in values:
             axes[0].plot(line, color=VERMILION, ls="", marker=".", ms=2)
         _plain_powers(axes[0])
         axes[0].set(xlabel="layer", ylabel="variance over tokens of accumulated attention")
         axes[0].set_title("bars: mean over prompts; points: each prompt")
 
-    mean = found.mean(0)
+    mean = values.mean(0)
     said = (
         f"the variance of accumulated attention is largest in layer {mean.argmax()} ({mean.max():.3g}) and smallest in "
         f"layer {mean.argmin()} ({mean.min():.3g})"

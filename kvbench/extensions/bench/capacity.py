@@ -85,18 +85,18 @@ class Settings(Methods):
         return {"baselines": [FULL], "rounds": 1, "warmup": 0, "twice": False, "on_round": lambda: None}
 
     def variants(self, bench: Bench, cell: dict) -> list[Variant]:
-        found = []
+        variants = []
         for name in self.methods:
             try:
                 policy, options = choices.make_cache(name)
                 policy.check_model(self._shape.num_layers, self._shape.num_kv_heads)
             except ValueError as problem:
-                found.append(failed_variant(name, problem))
+                variants.append(failed_variant(name, problem))
                 continue
-            given = policy, options, self._shape, self._text, int(cell["kv_mb"] * 1e6), self._counted[name]
-            memory = Memory(self, bench, name, *given)
-            found.append(Variant(name=name, call=memory.search, extra=memory.found))
-        return found
+            arguments = policy, options, self._shape, self._text, int(cell["kv_mb"] * 1e6), self._counted[name]
+            memory = Memory(self, bench, name, *arguments)
+            variants.append(Variant(name=name, call=memory.search, extra=memory.result))
+        return variants
 
 
 class Memory:
@@ -123,26 +123,28 @@ class Memory:
         self._policy, self._options, self._shape, self._text = policy, options, shape, text
         self._counted = counted
         self._backend = get_backend(settings.kernels, shape.device) if text else None
-        self.found: dict[str, Any] = {"longest": settings.longest}
+        self.result: dict[str, Any] = {"longest": settings.longest}
 
     def search(self, _: int) -> None:
         """Counts, and then tries."""
-        asked, found = self._settings, self.found
+        settings, result = self._settings, self.result
         self._bench.stage(f"counting {self._name}")
-        found["sequence_bytes"] = self._counted_bytes(asked.context)
-        found["counted_batch"] = found["sequence_bytes"] and self._num_bytes // found["sequence_bytes"]
-        found["counted_prompt"] = found["sequence_bytes"] and self._counted_prompt()
-        found |= {"tried_batch": None, "tried_prompt": None}
+        result["sequence_bytes"] = self._counted_bytes(settings.context)
+        result["counted_batch"] = result["sequence_bytes"] and self._num_bytes // result["sequence_bytes"]
+        result["counted_prompt"] = result["sequence_bytes"] and self._counted_prompt()
+        result |= {"tried_batch": None, "tried_prompt": None}
         if self._text and (reason := self._untried()):
             self._bench.notes.append(f"{self._name} was not tried: {reason}")
         elif self._text:
             token_bytes = self._shape.fp16_bytes(1)
             self._bench.stage(f"filling {self._num_bytes / 1e6:g} MB with sequences of {self._name}")
-            guess = found["counted_batch"] or self._num_bytes // (token_bytes * (asked.context + asked.new_tokens))
-            found["tried_batch"] = largest(self._takes_batch, guess, MOST)
+            guess = result["counted_batch"] or self._num_bytes // (
+                token_bytes * (settings.context + settings.new_tokens)
+            )
+            result["tried_batch"] = largest(self._takes_batch, guess, MOST)
             self._bench.stage(f"filling {self._num_bytes / 1e6:g} MB with a prompt of {self._name}")
-            guess = found["counted_prompt"] or self._num_bytes // token_bytes
-            found["tried_prompt"] = largest(self._takes_prompt, guess, asked.longest, PRECISION)
+            guess = result["counted_prompt"] or self._num_bytes // token_bytes
+            result["tried_prompt"] = largest(self._takes_prompt, guess, settings.longest, PRECISION)
         self._bench.advance()
 
     def _untried(self) -> str:
@@ -156,8 +158,8 @@ class Memory:
     def _counted_bytes(self, prompt_tokens: int) -> int | None:
         """Bytes of a sequence when its answer ends; None where attention decides."""
         if prompt_tokens not in self._counted:
-            found = outline(self._policy, self._shape, prompt_tokens, self._settings.new_tokens)
-            self._counted[prompt_tokens] = None if found is None else found.resident_bytes
+            projection = outline(self._policy, self._shape, prompt_tokens, self._settings.new_tokens)
+            self._counted[prompt_tokens] = None if projection is None else projection.resident_bytes
         return self._counted[prompt_tokens]
 
     def _counted_prompt(self) -> int | None:
@@ -169,12 +171,12 @@ class Memory:
             if first is None or second is None:
                 return None
             per_token = max(1e-9, (second - first) / max(1, at - before))
-            found = max(1, at + int((self._num_bytes - second) / per_token))
-            if found >= LONGEST:
+            prompt = max(1, at + int((self._num_bytes - second) / per_token))
+            if prompt >= LONGEST:
                 return LONGEST
-            if abs(found - at) <= found // PRECISION:
+            if abs(prompt - at) <= prompt // PRECISION:
                 break
-            at = found
+            at = prompt
         # Bytes come in pages, around whose edge the lines go to and fro.
         return largest(lambda tokens: (self._counted_bytes(tokens) or 0) <= self._num_bytes, at, LONGEST, PRECISION)
 

@@ -25,11 +25,11 @@ def table(cells: Sequence[dict]) -> tuple[list[str], list[list[str]]]:
     lines = []
     for cell in cells:
         for row in cell["variants"]:
-            found = [f"{cell['cell']['kv_mb']} MB", row["name"], format_bytes(row["sequence_bytes"])]
+            line = [f"{cell['cell']['kv_mb']} MB", row["name"], format_bytes(row["sequence_bytes"])]
             for _, key in PANELS:
                 tried, last = row[f"tried_{key}"], key == "prompt" and row[f"tried_{key}"] == row["longest"]
-                found += [_number(row[f"counted_{key}"]), _number(tried) + "+" * last]
-            lines.append(found)
+                line += [_number(row[f"counted_{key}"]), _number(tried) + "+" * last]
+            lines.append(line)
     return headings, lines
 
 
@@ -49,13 +49,13 @@ def figure(document: dict) -> "Figure":
     FigureCanvasAgg(made)
     for axes, (label, key) in zip(made.subplots(1, 2), PANELS, strict=True):
         for index, name in enumerate(names):
-            found = [(cell["cell"]["kv_mb"], row) for cell in cells for row in cell["variants"] if row["name"] == name]
-            known = [(mb, row[f"counted_{key}"]) for mb, row in found if row[f"counted_{key}"]]
+            points = [(cell["cell"]["kv_mb"], row) for cell in cells for row in cell["variants"] if row["name"] == name]
+            known = [(mb, row[f"counted_{key}"]) for mb, row in points if row[f"counted_{key}"]]
             colour, behind = COLOURS[index % len(COLOURS)], len(names) - 1 - index
             style = {"color": colour, "marker": MARKERS[index % len(MARKERS)], "linewidth": 1.2}
             style |= {"markersize": 4 + 1.3 * behind, "markeredgecolor": "white", "markeredgewidth": 0.4}
             axes.plot([mb for mb, _ in known], [value for _, value in known], **style | {"marker": ""})
-            tried = [(mb, row[f"tried_{key}"]) for mb, row in found if row[f"tried_{key}"]]
+            tried = [(mb, row[f"tried_{key}"]) for mb, row in points if row[f"tried_{key}"]]
             axes.plot([mb for mb, _ in tried], [value for _, value in tried], **style | {"linestyle": "none"})
             axes.plot([], [], **style, label=name)
         if key == "prompt" and any(row["tried_prompt"] for cell in cells for row in cell["variants"]):
@@ -76,12 +76,12 @@ def figure(document: dict) -> "Figure":
 
 
 def remarks(_: dict) -> list[str]:
-    """Nothing behind the table."""
+    """No remarks."""
     return []
 
 
 def title(document: dict) -> str:
-    """Of which model, and with how many tokens a sequence is counted."""
+    """Title: the model, and the tokens of a counted sequence."""
     settings = document["settings"]
     model = settings["shape"] or document["model"]["name"]
     return f"{model}: sequences of {settings['context']:,} + {settings['new_tokens']:,} tokens, and the longest prompt"

@@ -40,8 +40,8 @@ SMALL = {"window": 8, "budget": 16, "sinks": 2, "recent": 8, "residual_tokens": 
 SMALL |= {"min_pages": 1, "dense_layers": 0, "obs_window": 4, "protected": 8, "skip_near": 2}
 # The same where the kernels in CUDA C++ attend, which take key groups of whole turns of 32 tokens.
 IN_TURNS = SMALL | {"group": 32, "residual_tokens": 32}
-# Tables of one model, of two layers with two KV heads of width 64: gates, mean queries, and books, whose levels are
-# those of nobody.
+# Tables of one model, of two layers with two KV heads of width 64: gates, mean queries, and books, with
+# arbitrary levels.
 _LEVELS = [code * 255 // (2**bits - 1) for bits in (2, 3, 4) for _ in "kv" for code in range(2**bits)]
 _SHARES = [[0.9, 0.1], [0.2, 0.8]]
 TABLE: dict[str, dict[str, list]] = {
@@ -79,21 +79,23 @@ CASES = {
 def changes(method: str, case: Case, small: Mapping[str, int] = SMALL) -> dict:
     """The changes that a case makes to a method's settings."""
     listed = choices.read_choice("method", method)
-    own: dict[str, Any] = {item.name: item.default for item in fields(policy_class(listed["_target_"]))} | listed
-    found: dict[str, Any] = dict(TABLE.get(method, {}))
+    settings: dict[str, Any] = {item.name: item.default for item in fields(policy_class(listed["_target_"]))} | listed
+    changed: dict[str, Any] = dict(TABLE.get(method, {}))
     if case.small:
         for key, value in small.items():
-            is_count = isinstance(own.get(key), int) and not isinstance(own[key], bool) and own[key] > value
-            if is_count or (key in ("budget", "read_budget") and own.get(key) is not None):
-                found[key] = value
-    if case.one_tier and "alpha_h" in own:
-        found["alpha_h"] = own["alpha_l"]
-    return found
+            is_count = (
+                isinstance(settings.get(key), int) and not isinstance(settings[key], bool) and settings[key] > value
+            )
+            if is_count or (key in ("budget", "read_budget") and settings.get(key) is not None):
+                changed[key] = value
+    if case.one_tier and "alpha_h" in settings:
+        changed["alpha_h"] = settings["alpha_l"]
+    return changed
 
 
 @cache
 def small_model(device: str, dtype: str) -> LoadedModel:
-    """The model that answers."""
+    """Small model for the checks."""
     return choices.make_model(f"{MODEL} dtype={dtype}", device)
 
 
@@ -101,8 +103,8 @@ def answer(
     model: LoadedModel, method: str, case: Case, backend: str, capture: Capture | None = None, at_length: bool = False,
     decode: str = TRITON,
 ) -> tuple[list[Outcome], Backend, dict[str, int]]:  # fmt: skip
-    """The outcomes of a case in order, the backend, and how steps were made: one by one, or by what captures them; as
-    short as the case says, or at length, of given tokens."""
+    """Run a case: outcomes in order, the backend, and the kinds of steps (eager or captured). Answers are as short as
+    the case sets, or long, of given tokens."""
     changed = changes(method, case, SMALL if decode == TRITON else IN_TURNS)
     words = " ".join(f"{key}={str(value).replace(' ', '')}" for key, value in changed.items())
     policy = choices.make_method(f"{method} {words}")
@@ -119,10 +121,10 @@ def answer(
     how |= {"fidelity_max_tokens": None if at_length else 0, "fidelity_per_token": at_length, "capture": capture}
     how |= {"decode": decode} if backend == "triton" else {}
     engine = Engine(model, policy, **how)
-    found: list[Outcome] = []
-    engine.run(requests, on_outcome=found.append)
-    found.sort(key=lambda outcome: outcome.sample_id)
-    return found, engine.backend, engine.graphs
+    outcomes: list[Outcome] = []
+    engine.run(requests, on_outcome=outcomes.append)
+    outcomes.sort(key=lambda outcome: outcome.sample_id)
+    return outcomes, engine.backend, engine.graphs
 
 
 def differing(mine: Outcome, theirs: Outcome, nats: float = 0.0) -> int:
@@ -145,23 +147,23 @@ def farther(mine: Outcome, theirs: Outcome) -> float:
 def check(
     device: str, dtype: str, methods: list[str], cases: list[str], *, graphs: bool = False, decode: str = TRITON
 ) -> Iterator[Finding]:
-    """Answers every case with both backends, or with graphs, with what stands for them, and one by one, and compares;
-    where no graph was replayed, that is no success."""
+    """Compare answers of every case between both backends, or between captured and eager steps; without a replayed
+    graph the check fails."""
     model = small_model(device, dtype)
     exact = graphs or dtype == "float32"
     for method in methods:
         for name in cases:
             try:
-                asked = partial(answer, model, method, CASES[name], at_length=graphs or not exact, decode=decode)
-                want, _, _ = asked("triton" if graphs else "torch")
+                run = partial(answer, model, method, CASES[name], at_length=graphs or not exact, decode=decode)
+                want, _, _ = run("triton" if graphs else "torch")
             except NotForModel as error:  # such as a package that it needs and that is not there
                 print(f"{method} is left out: {error}", file=sys.stderr)
                 break
             try:
-                got, backend, counts = asked("triton", capture_on(model.device) if graphs else None)
+                got, backend, counts = run("triton", capture_on(model.device) if graphs else None)
                 notes = _notes(backend)
                 if graphs:
-                    same, _, _ = asked("triton", capture_on(torch.device("cpu")))
+                    same, _, _ = run("triton", capture_on(torch.device("cpu")))
                     differ = sum(differing(*pair) for pair in zip(got, same, strict=True))
                     differ += sum(differing(*pair, LOW_PRECISION_NATS) for pair in zip(got, want, strict=True))
                     worst = float(differ + (not counts.get("replayed")))
@@ -176,7 +178,7 @@ def check(
 
 
 def _notes(backend: Backend) -> str:
-    """What plain torch did, and what made the attention of steps, where that is not only Triton."""
+    """Operations that fell back to plain torch, and the attention kernels of steps, where these are not only Triton."""
     slow = f" (plain torch: {', '.join(sorted(backend.fallbacks))})" if backend.fallbacks else ""
     return slow + (f" (decode: {'; '.join(sorted(backend.decodes))})" if backend.decodes - {TRITON} else "")
 
@@ -222,8 +224,8 @@ def main(argv: list[str] | None = None) -> int:
         return in_shares("kvbench.extensions.bench.check_methods", [*words, *["--graphs"] * chosen.graphs], chosen.jobs)
     part, parts = (int(x) for x in chosen.share.split("/"))
     mine = chosen.method[part::parts]
-    found = check(chosen.device, chosen.dtype, mine, chosen.case, graphs=chosen.graphs, decode=chosen.decode)
-    return report(found, may_be_empty=parts > 1)
+    outcome = check(chosen.device, chosen.dtype, mine, chosen.case, graphs=chosen.graphs, decode=chosen.decode)
+    return report(outcome, may_be_empty=parts > 1)
 
 
 if __name__ == "__main__":

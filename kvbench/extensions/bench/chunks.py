@@ -24,8 +24,8 @@ class LiveBytes(TorchDispatchMode):
     """Counts the memory behind tensors that operations make while it is on (`with LiveBytes() as live`): alive now, and
     the most at once since the last `restart`.
 
-    A view adds nothing to what it is a view of; what was there before does not count. What an operation needs inside
-    itself and gives back before it ends is not seen, such as the blocks of a fused attention.
+    A view adds nothing to its base; earlier tensors do not count. Memory that an operation allocates and frees inside
+    itself is not seen, such as the blocks of a fused attention.
     """
 
     def __init__(self) -> None:
@@ -44,10 +44,10 @@ class LiveBytes(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        given = {_key(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        inputs = {_key(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         result = func(*args, **(kwargs or {}))
         for made in tree_leaves(result):
-            if isinstance(made, Tensor) and _key(made) not in given:
+            if isinstance(made, Tensor) and _key(made) not in inputs:
                 self._note(made.untyped_storage())
         self.peak_bytes = max(self.peak_bytes, self.now_bytes)
         return result
@@ -76,15 +76,18 @@ def main(order: dict) -> dict[str, dict[str, int]]:
     model = choices.make_model(order.get("model", MODEL), order.get("device", "cpu"))
     make = torch.Generator().manual_seed(0)
     prompt = torch.randint(1, 256, (order["context"],), generator=make).tolist()
-    found = {}
+    result = {}
     for name, chunk in (("at_once", None), ("in_chunks", order["chunk"])):
         runner = Runner(model, choices.make_method(order["method"]), chunk=chunk)
         runner.reserve(rows=1, prompt_tokens=len(prompt), new_tokens=1)
         with LiveBytes() as live:
             row, _ = runner.read(prompt)
         ledger, _ = runner.store.ledger.report(row)
-        found[name] = {"alive_bytes": live.peak_bytes, **{key: ledger[key] for key in ("peak_bytes", "resident_bytes")}}
-    return found
+        result[name] = {
+            "alive_bytes": live.peak_bytes,
+            **{key: ledger[key] for key in ("peak_bytes", "resident_bytes")},
+        }
+    return result
 
 
 if __name__ == "__main__":

@@ -75,10 +75,10 @@ def begun(out: Path, settings: Common, more: dict) -> tuple[Path, dict | None]:
     """The folder of the last measurement where it was stopped and had these settings, on this code, with what it
     measured; else a new folder, and None."""
     for path in sorted((out / settings.what).glob("*/bench.json"), reverse=True)[:1]:
-        asked = more | {"settings": dataclasses.asdict(settings)}
+        wanted = more | {"settings": dataclasses.asdict(settings)}
         with suppress(ValueError):
             held = read_document(path)
-            if held.get("left") and all(held.get(name) == value for name, value in asked.items()):
+            if held.get("left") and all(held.get(name) == value for name, value in wanted.items()):
                 return path.parent, held
     return result_folder(out, settings.what), None
 

@@ -20,7 +20,7 @@ class ContinuousServing:
     so many bytes in the model's dtype, again for every call.
 
     Attributes:
-        runs: As `serve.Serving` has them, without what its manager does not tell: rows, pages, who gave way.
+        runs: As `serve.Serving` has them, without fields that its manager does not report: rows, pages, preemptions.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class ContinuousServing:
     def open(self) -> None:
         """Makes an empty cache, before the clock runs."""
         self._model.model.set_attn_implementation("sdpa")
-        given = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
+        generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
         config = ContinuousBatchingConfig(**self._config)
         model: Any = self._model.model
-        self._manager = model.init_continuous_batching(given, config)
+        self._manager = model.init_continuous_batching(generation, config)
         self._manager.warmup()
 
     def answer(self, _: int) -> None:
@@ -59,8 +59,8 @@ class ContinuousServing:
         try:
             for number, ((at, prompt, answer), text) in enumerate(zip(self._load, self._texts, strict=True)):
                 time.sleep(max(0.0, begin + at - time.perf_counter()))
-                asked: dict[str, Any] = {"request_id": str(number), "record_timestamps": True}
-                manager.add_request(text[:prompt], max_new_tokens=answer, **asked)
+                options: dict[str, Any] = {"request_id": str(number), "record_timestamps": True}
+                manager.add_request(text[:prompt], max_new_tokens=answer, **options)
             ended = 0
             while ended < len(self._load):
                 result = manager.get_result(timeout=WAIT_S)

@@ -1,4 +1,4 @@
-"""Whole-model decoding and prompt reading beside transformers' own cache, every method in the same rounds."""
+"""Whole-model decode and prefill compared with transformers' cache, every method in the same rounds."""
 
 import json
 import subprocess
@@ -20,7 +20,7 @@ from kvbench.errors import unknown_name
 from kvbench.extensions.bench.decoders import (
     Decoder,
     Graphed,
-    OwnDecoder,
+    PeerDecoder,
     StaticDecoder,
     StoreDecoder,
     capture_on,
@@ -34,19 +34,19 @@ from kvbench.models import matrices
 from kvbench.models.load import LoadedModel
 from kvbench.runs import choices
 
-OWN = "transformers"
+PEER = "transformers"
 GRAPH = ", graph"  # behind the name of a row that replays its steps, as the engine does on a GPU
-STATIC = OWN + " static" + GRAPH  # on a GPU: what people who want speed run
+STATIC = PEER + " static" + GRAPH  # on a GPU: what people who want speed run
 # Behind the name of a row whose model's own matrices lie in another way than the model's that was asked for.
 MARKS = {linear: f", {linear}" for linear in matrices.LINEAR}
-BASELINES = (OWN, *(OWN + mark for mark in MARKS.values()), STATIC, FULL)
+BASELINES = (PEER, *(PEER + mark for mark in MARKS.values()), STATIC, FULL)
 # Of the largest logit. The first bound is for fp32 sums in another order, which the rounding of a new token's codes can
-# amplify; the second for `full`'s 16-bit keys and values beside transformers' own.
+# amplify; the second for `full`'s 16-bit keys and values against transformers' cache.
 REFERENCE_TOLERANCE = {torch.float32: 5e-3}
 FULL_TOLERANCE = {torch.float32: 2e-2}
 LOW_PRECISION_TOLERANCE = 5e-2
 PROMPT_BYTES = 2 << 30  # of prompts that the model reads once for all methods
-# What the names of rows stand for.
+# Meaning of the names of rows.
 CACHES = "transformers is its growing cache (DynamicCache), in eager steps"
 STATIC_CACHE = (
     f"; {STATIC} is its static one (StaticCache), whose step is replayed from a CUDA graph, as kvbench's{GRAPH}"
@@ -96,14 +96,14 @@ class WholeModel(Methods):
 
     def stepping(self, name: str, decoder: Decoder | Graphed, answers: list[list[int]], **extra: Any) -> Variant:
         """`steps` decode steps at a time, with the tokens of each row that follow the prompts, which the decoder has
-        read; every timing goes on where the last one stopped."""
+        read; every timing continues from the last one."""
         tokens = zip(*answers, strict=True)
 
         def call(_: int) -> None:
             for _ in range(self.steps):
                 decoder.step(list(next(tokens)))
 
-        loaded = decoder.loaded if isinstance(decoder, OwnDecoder) else decoder.runner.loaded
+        loaded = decoder.loaded if isinstance(decoder, PeerDecoder) else decoder.runner.loaded
         cache_bytes, numbers = decoder.cache_bytes(), matrix_numbers(loaded)
         extra |= {"tokens_per_call": len(answers) * self.steps, "cache_bytes": cache_bytes}
         extra |= {"flops_per_token": 2 * numbers}
@@ -117,7 +117,7 @@ class WholeModel(Methods):
 
 @dataclass(kw_only=True)
 class Settings(WholeModel):
-    """Whole-model decoding and prompt reading beside transformers' own cache."""
+    """Whole-model decode and prefill compared with transformers' cache."""
 
     what = "decode"
     quick = {"context": 1024, "batches": [1], "rounds": 3, "steps": 2, "prefill_rounds": 1, "peak": False}
@@ -138,8 +138,8 @@ class Settings(WholeModel):
         super().check()
         if unknown := [linear for linear in self.linear if linear not in MARKS]:
             raise unknown_name("linear", unknown[0], MARKS)
-        own = choices.read_choice("model", self.model).get("linear", matrices.AUTO)
-        if len(set(self.linear)) != len(self.linear) or (self.linear and own != matrices.AUTO):
+        of_model = choices.read_choice("model", self.model).get("linear", matrices.AUTO)
+        if len(set(self.linear)) != len(self.linear) or (self.linear and of_model != matrices.AUTO):
             raise ValueError(
                 f"linear={self.linear} beside model={self.model} would time rows twice; name each way once, and leave "
                 "linear= out of model="
@@ -172,17 +172,19 @@ class Settings(WholeModel):
 
     def variants(self, bench: Bench, cell: dict) -> list[Variant]:
         bench.stage("reading prompts")
-        asked = replace(self, context=cell["context"], methods=[cell["method"]] if self.apart else self.methods)
+        settings = replace(self, context=cell["context"], methods=[cell["method"]] if self.apart else self.methods)
         if cell["phase"] == "decode":
-            found = [v for mark, own in self._models.items() for v in decode_variants(asked, own, cell["batch"], mark)]
-            return [*found, machine.product(bench.device, self._models[""].dtype)]
-        found = prompt_variants(asked, self._models)
-        for variant in found:
+            variants = [
+                v for mark, model in self._models.items() for v in decode_variants(settings, model, cell["batch"], mark)
+            ]
+            return [*variants, machine.product(bench.device, self._models[""].dtype)]
+        variants = prompt_variants(settings, self._models)
+        for variant in variants:
             variant.extra["peak_bytes"] = self._peaks.get(cell["context"], {}).get(variant.name)
-        return found
+        return variants
 
-    def finish(self, found: dict) -> None:
-        machine.tell_limits(found)
+    def finish(self, cell: dict) -> None:
+        machine.tell_limits(cell)
 
 
 def matrices_of(model: LoadedModel) -> list[Any]:
@@ -196,8 +198,7 @@ def matrix_numbers(model: LoadedModel) -> int:
 
 
 def make_models(settings: Settings, device: str, notes: list[str]) -> dict[str, LoadedModel]:
-    """The model by what its rows have behind their names: nothing, and those of `MARKS` that are wanted and can be
-    had."""
+    """Models by the suffix of their rows' names: an empty one, and those of `MARKS` that are wanted and available."""
     models = {"": choices.make_model(settings.model, device)}
     notes += filter(None, [models[""].remark])
     for linear in settings.linear:
@@ -212,19 +213,19 @@ def make_models(settings: Settings, device: str, notes: list[str]) -> dict[str, 
     return models
 
 
-def own_kinds(settings: Settings) -> dict[str, str]:
+def peer_kinds(settings: Settings) -> dict[str, str]:
     """Names of the rows that are transformers' own, and the cache of each that can be had here."""
     wanted = NATIVE_CACHES[1:] if settings.quantised else ()
     known = [kind for kind in wanted if HAS_PACKAGE.get(kind.partition("-")[0], lambda: True)()]
-    return {OWN: "dynamic"} | {f"{OWN} {kind}": kind for kind in known}
+    return {PEER: "dynamic"} | {f"{PEER} {kind}": kind for kind in known}
 
 
-def _own_decoders(settings: Settings, model: LoadedModel) -> dict[str, Decoder]:
-    found: dict[str, Decoder] = {}
-    for name, kind in own_kinds(settings).items():
+def _peer_decoders(settings: Settings, model: LoadedModel) -> dict[str, Decoder]:
+    decoders: dict[str, Decoder] = {}
+    for name, kind in peer_kinds(settings).items():
         with suppress(ImportError):  # this package, or transformers, has no such cache
-            found[name] = OwnDecoder(model, kind)
-    return found
+            decoders[name] = PeerDecoder(model, kind)
+    return decoders
 
 
 def decode_variants(settings: Settings, model: LoadedModel, batch: int, mark: str = "") -> list[Variant]:
@@ -235,7 +236,7 @@ def decode_variants(settings: Settings, model: LoadedModel, batch: int, mark: st
     prompts = [tokens[: settings.context] for tokens in text]
     answers = [tokens[settings.context :] for tokens in text]
     variants = []
-    for name, decoder in _own_decoders(settings, model).items():
+    for name, decoder in _peer_decoders(settings, model).items():
         decoder.prefill(prompts)
         variants.append(settings.stepping(name + mark, decoder, answers))
     if model.device.type != "cpu":
@@ -277,10 +278,10 @@ def prompt_variants(settings: Settings, models: Mapping[str, LoadedModel]) -> li
     for mark, model in models.items():
         text = choices.sample_tokens(model, 1, settings.context + 1)[0]
         prompt = text[: settings.context]
-        decoders = _own_decoders(settings, model)
+        decoders = _peer_decoders(settings, model)
         if exact is None:
-            decoders[OWN].prefill([prompt])
-            exact = decoders[OWN].logits.clone()
+            decoders[PEER].prefill([prompt])
+            exact = decoders[PEER].logits.clone()
         decoders |= {m: settings.decoder(model, m, rows=1, new_tokens=1) for m in settings.methods}
         bound = FULL_TOLERANCE.get(model.dtype, LOW_PRECISION_TOLERANCE)
         variants += [_reading(name + mark, each, prompt, exact, bound) for name, each in decoders.items()]
@@ -303,8 +304,8 @@ def _reading(name: str, decoder: Decoder, prompt: list[int], exact: Tensor, boun
 
 def measure_peaks(settings: Settings, bench: Bench) -> dict[str, int]:
     """Bytes that reading one prompt adds at its worst moment, its cache included; each in a fresh process."""
-    found = {}
-    kinds, ways = own_kinds(settings), {"": "", **{MARKS[linear]: f" linear={linear}" for linear in settings.linear}}
+    peaks = {}
+    kinds, ways = peer_kinds(settings), {"": "", **{MARKS[linear]: f" linear={linear}" for linear in settings.linear}}
     for name, mark in [(name, mark) for mark in ways for name in [*kinds, *settings.methods]]:
         bench.stage(f"peak memory of a prompt, {name}{mark}")
         order = {"model": settings.model + ways[mark], "device": bench.device, "context": settings.context}
@@ -313,11 +314,11 @@ def measure_peaks(settings: Settings, bench: Bench) -> dict[str, int]:
         command = [sys.executable, "-m", "kvbench.extensions.bench.decoders", json.dumps(order)]
         done = subprocess.run(command, capture_output=True, text=True)
         try:
-            found[name + mark] = int(json.loads(done.stdout.splitlines()[-1])["peak_bytes"])
+            peaks[name + mark] = int(json.loads(done.stdout.splitlines()[-1])["peak_bytes"])
         except (ValueError, IndexError, KeyError):
             reason = done.stderr.strip().splitlines()[-1:] or ["no message"]
             bench.notes.append(f"peak memory of {name}{mark} not measured: {reason[0][:200]}")
-    return found
+    return peaks
 
 
 if __name__ == "__main__":

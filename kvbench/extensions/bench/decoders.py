@@ -1,4 +1,4 @@
-"""Two ways to decode that a bench drives step by step: kvbench's runner, and transformers with a cache of its own.
+"""Two ways to decode that a bench drives step by step: kvbench's runner, and transformers with one of its caches.
 
 Run as a module it reads one prompt and prints the bytes that this added at its worst moment, as JSON: `python -m
 kvbench.extensions.bench.decoders '{"model": "smollm2-135m", "device": "cpu", "context": 4096, "name": "full", ...}'`
@@ -30,14 +30,14 @@ REFERENCE_ROWS = 1  # a copy of a row, for one step that is compared with the re
 
 
 class StoreDecoder:
-    """A runner whose rows all take a step together, token by token from outside.
+    """A runner whose rows step together, with tokens from the caller.
 
     Args:
         model: The model, shared with other decoders.
         method: The method's string, see `choices.make_cache`.
-        kernels, decode: The backend's name, and what attends in its steps.
-        prompts: Keeps what was read of prompts, for decoders whose reading is not timed.
-        budget_bytes: What the cache's pool may take; None = no limit of its own.
+        kernels, decode: The backend's name, and its attention kernel of decode steps.
+        prompts: Prompt cache, for decoders whose prefill is not timed.
+        budget_bytes: Limit of the cache's pool; None = no limit of its own.
 
     Attributes:
         logits: Behind the prompts that were read last, fp32 [B, vocabulary].
@@ -77,7 +77,7 @@ class StoreDecoder:
         self.focus()
         rows, logits = zip(*map(self.runner.read, prompts), strict=True)
         self._first, self.rows = prompts[0] if not self.rows else self._first, self.rows + list(rows)
-        self.logits = torch.cat([found[:1] for found in logits])
+        self.logits = torch.cat([row[:1] for row in logits])
 
     def repeat(self, rows: int) -> None:
         """Copies rows in turn until there are as many, in pages of their own: pages that rows share would be read from
@@ -107,13 +107,13 @@ class StoreDecoder:
         reference, as a share of the largest logit."""
         self.focus()
         row = self.runner.fork(self.rows[0], share=False)
-        found = self.runner.step([row], [token])[0].clone()
+        logits = self.runner.step([row], [token])[0].clone()
         self.runner.close(row)
         model, policy, options = self._made
         plain = Runner(model, policy, options=replace(options, budget_bytes=None), backend="torch")
         plain.reserve(rows=1, prompt_tokens=len(self._first), new_tokens=1)
         row, _ = plain.read(self._first)
-        return relative(found, plain.step([row], [token])[0])
+        return relative(logits, plain.step([row], [token])[0])
 
 
 class Graphed:
@@ -160,16 +160,16 @@ class Graphed:
         row = runner.fork(rows[0], share=False)
         expected = runner.step([row], [token])[0].clone()
         runner.close(row)
-        found = self.step([token] * len(rows))[0].clone()
+        logits = self.step([token] * len(rows))[0].clone()
         self.focus()
-        return relative(found, expected) if self.replays else float("inf")
+        return relative(logits, expected) if self.replays else float("inf")
 
     def cache_bytes(self) -> int:
         return self.decoder.cache_bytes()
 
 
-class OwnDecoder:
-    """transformers' forward with one of its caches (`hf.native_cache`); all rows share one length, and nothing is
+class PeerDecoder:
+    """transformers' forward with one of its caches (see `hf.native_cache`); all rows share one length, so nothing is
     padded."""
 
     logits: Tensor
@@ -179,7 +179,7 @@ class OwnDecoder:
         self.clear()
 
     def focus(self) -> None:
-        """Gives the shared model its own attention."""
+        """Restore the attention of the shared model."""
         hf.detach(self.loaded.model)
 
     def clear(self) -> None:
@@ -209,7 +209,7 @@ class OwnDecoder:
         return hf.native_cache_bytes(self.cache)
 
 
-class StaticDecoder(OwnDecoder):
+class StaticDecoder(PeerDecoder):
     """transformers' static cache, whose decode step is a CUDA graph on a GPU: how people serve a model without kvbench.
 
     The prompt is read eagerly; the first step after it is captured, every step is a replay. On a CPU steps are eager.
@@ -231,10 +231,10 @@ class StaticDecoder(OwnDecoder):
         """One token for every row; next logits fp32 [B, vocabulary], which the next step overwrites on a GPU."""
         self._ids.copy_(torch.tensor(tokens)[:, None])
         self._step()
-        return self._found
+        return self._outputs
 
     def _go(self) -> None:
-        self._found = self._run(self._ids)
+        self._outputs = self._run(self._ids)
 
 
 def capture_on(device: torch.device) -> Capture:
@@ -247,12 +247,12 @@ def capture_on(device: torch.device) -> Capture:
     return record
 
 
-Decoder = StoreDecoder | OwnDecoder
+Decoder = StoreDecoder | PeerDecoder
 
 
-def relative(found: Tensor, exact: Tensor) -> float:
+def relative(logits: Tensor, exact: Tensor) -> float:
     """Largest difference as a share of the largest exact element."""
-    return float((found - exact).abs().max() / exact.abs().max())
+    return float((logits - exact).abs().max() / exact.abs().max())
 
 
 def reset(device: str) -> int:
@@ -281,7 +281,7 @@ def peak_bytes(order: dict) -> int:
     text = choices.sample_tokens(model, 1, context)[0]
     decoder: Decoder
     if order["kind"]:
-        decoder = OwnDecoder(model, order["kind"])
+        decoder = PeerDecoder(model, order["kind"])
     else:
         decoder = StoreDecoder(model, order["name"], rows=1, context=context, new_tokens=1, kernels=order["kernels"])
     decoder.prefill([text[:WARM_TOKENS]])

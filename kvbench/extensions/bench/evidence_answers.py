@@ -1,9 +1,9 @@
-"""The answers of a real model on a GPU, a stage of its evidence: requests that were written where the data is.
+"""Stage of a GPU's evidence: a real model's answers to requests that were written where the data is.
 
 `--prepare FOLDER` writes the files of requests, with hydra and the data. On the GPU, which needs neither, the stage
 answers them, in the order of their names, from FOLDER (KVBENCH_REQUESTS, else build/requests): FOLDER/weights is the
-model's folder, perhaps in parts. Answers lie next to the stage's document, in a folder of its name. What was answered
-is kept, and `kvbench offline what=grade` makes records of it.
+model's folder, perhaps in parts. Answers lie next to the stage's document, in a folder of its name; they are
+kept, and `kvbench offline what=grade` makes records of them.
 """
 
 import argparse
@@ -90,8 +90,8 @@ def prepare_dry(folder: Path, device: str) -> None:
 
 
 def summary(files: list[Path], answers: Path, device: str, begin: float) -> dict:
-    """What lies in the folder of answers, as a document of the benches: a cell for each file, a row for each method
-    with the seconds that it took and the answers that there are."""
+    """Summarise the folder of answers as a bench document: a cell for each file, a row for each method with its seconds
+    and its number of answers."""
     cells = []
     for file in files:
         head, requests = requests_file.read(file)
@@ -130,7 +130,7 @@ def summary(files: list[Path], answers: Path, device: str, begin: float) -> dict
 
 
 def carry_out(folder: Path, out: Path, device: str) -> int:
-    """Answers what is left; 0 when all is there, `REFUSED` where there is nothing to answer."""
+    """Answer the remaining requests; returns 0 when all answers are there, `REFUSED` without requests."""
     files = sorted(folder.glob("*.jsonl"))
     if not files:
         note(f"no requests in {folder}: write them with --prepare where the data is, and bring them here")

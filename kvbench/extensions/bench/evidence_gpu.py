@@ -1,11 +1,11 @@
 """Gathers the evidence of a GPU, stage by stage: `make gpu`, or `python -m kvbench.extensions.bench.evidence_gpu`.
 
-Every stage is a process of its own with a limit. What ended well is never run again; what failed is tried once more in
-a later call. A call ends before its minutes are over, so that it fits where a machine is lent by the call; the next one
-goes on, also on another machine of the same kind. Everything lies in one folder, results/gpu/<device>/: what each stage
-printed, the documents of the benches, and `state.json`. With --archive it comes as one file too, packed after every
-stage. A call that is killed loses the cell under way, and leaves no process. Needs torch, triton and transformers
-alone.
+Every stage is a separate process with a time limit. A stage that ended well is not repeated; one that failed is tried
+once more in a later call. A call ends before its minutes are over, so that it fits where a machine is lent by the call;
+the next one goes on, also on another machine of the same kind. Everything lies in one folder, results/gpu/<device>/:
+the output of each stage, the documents of the benches, and `state.json`. With --archive it comes as one file too,
+packed after every stage. A call that is killed loses the cell under way, and leaves no process. Needs torch, triton and
+transformers alone.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from kvbench.kernels.dispatch import gpu_backend
 TRIES = 2  # of a stage, before it is given up
 LEAST_SHARE = 0.5  # of a stage's limit, or all that it took before, must be left of a call, or it is not begun
 CACHE_BYTES = 40 << 20  # of compiled kernels that go into the archive
-# Runs a command beside a shell that waits for the collector to let go of a pipe, as it does however it ends, and then
+# Runs a command next to a shell that waits for the collector to let go of a pipe, as it does however it ends, and then
 # ends the command's whole process group: what the command has started, too.
 GUARDED = 'exec 3<&0 </dev/null; (read -r _ <&3; kill -9 0) & exec "$@" 3<&-'
 
@@ -47,18 +47,18 @@ def words_of(stage: Stage, folder: Path, dry: bool) -> list[str]:
 
 def describe(device: str) -> dict:
     """The machine and its libraries, for the record."""
-    found = machine.describe(device, gpu_backend(device))
+    description = machine.describe(device, gpu_backend(device))
     if device != "cpu":
-        own = torch.cuda.get_device_properties(device)
-        found |= {"memory_bytes": own.total_memory, "multiprocessors": own.multi_processor_count}
-        found["l2_bytes"] = getattr(own, "L2_cache_size", None)
-    return found
+        properties = torch.cuda.get_device_properties(device)
+        description |= {"memory_bytes": properties.total_memory, "multiprocessors": properties.multi_processor_count}
+        description["l2_bytes"] = getattr(properties, "L2_cache_size", None)
+    return description
 
 
 def _commit() -> str:
-    """What is measured: what KVBENCH_COMMIT says, for a copy that came without its history, else what git says."""
-    if given := os.environ.get("KVBENCH_COMMIT"):
-        return given
+    """Commit that is measured: KVBENCH_COMMIT, for a copy without history, else that of git."""
+    if commit := os.environ.get("KVBENCH_COMMIT"):
+        return commit
     try:
         done = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
     except OSError:
@@ -73,8 +73,8 @@ def read_state(folder: Path) -> dict[str, dict]:
 
 
 def left_over(stages: tuple[Stage, ...], state: dict[str, dict]) -> list[Stage]:
-    """The stages that are still to be done, in order: neither complete nor given up. Complete is also what names some
-    variants that could not be timed: again would give the same."""
+    """Remaining stages, in order: neither complete nor given up. A stage whose variants could not be timed is complete:
+    a repetition would give the same."""
     known = {stage.name: state.get(stage.name, {}) for stage in stages}
     return [
         stage
@@ -110,11 +110,11 @@ def run_stage(stage: Stage, folder: Path, limit_s: float, dry: bool) -> int:
 
 
 def _without_places(log: Path) -> str:
-    """What a stage printed, with files named from the repository's root and the libraries' folder on: where these lie
-    on a machine is nobody's business."""
+    """Output of a stage with paths relative to the repository's root and the libraries' folder, so that it discloses no
+    paths of the machine."""
     text = log.read_text(encoding="utf-8", errors="replace")
-    for place in (os.getcwd(), *map(sysconfig.get_path, ("purelib", "platlib", "stdlib"))):
-        text = text.replace(f"{place}{os.sep}", "")
+    for folder in (os.getcwd(), *map(sysconfig.get_path, ("purelib", "platlib", "stdlib"))):
+        text = text.replace(f"{folder}{os.sep}", "")
     log.write_text(text, encoding="utf-8")
     return text
 
@@ -126,9 +126,9 @@ def go_on(
     dry: bool = False,
     keep: Callable[[], object] = lambda: None,
 ) -> list[Stage]:
-    """Does stages until all are done or the time is over, and calls `keep` behind each; gives those that are left.
-    `state.json` in the folder says what was done. A stage that the end of a call cut short goes on in the next one,
-    where its bench writes cells."""
+    """Run stages until all are done or the time is over, with `keep` called after each; returns those that are left.
+    `state.json` in the folder records the state of each. A stage that the end of a call cut short is resumed in the
+    next one, if its bench writes cells."""
     begin = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     state = read_state(folder)
@@ -153,7 +153,7 @@ def go_on(
 
 
 def unpack(archive: Path, results: Path) -> None:
-    """Puts back what an earlier call packed, on a machine that has nothing of it."""
+    """Unpack the archive of an earlier call on a new machine."""
     with tarfile.open(archive) as packed:
         packed.extractall(results, filter="data")
 
@@ -174,7 +174,7 @@ def pack(folder: Path, archive: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Goes on with the evidence; 0 when nothing is left and all ended well, 1 otherwise, 2 without a GPU."""
+    """Continue the evidence; returns 0 when nothing is left and all ended well, 1 otherwise, 2 without a GPU."""
     parser = argparse.ArgumentParser(prog=f"python -m {__spec__.name}", description=__doc__.split("\n")[0])
     parser.add_argument("--minutes", type=float, default=9.0, help="what this call may take")
     parser.add_argument("--results", type=Path, default=Path("results/gpu"), help="folder; a device has its own in it")

@@ -27,7 +27,7 @@ class Stage:
     dry: str
 
 
-# What decides most comes first: does it run, is it right, how fast is it, what does it answer; then the rest.
+# The most decisive stages come first: does it run, is it right, how fast is it, its answers; then the rest.
 STAGES = (
     Stage(
         "probe",

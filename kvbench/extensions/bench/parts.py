@@ -1,6 +1,6 @@
-"""Where the time of a prompt and of a decode step goes: the model's matrices, attention, scores, planning, reserving,
-writing, and the rest. Calls are timed where one part of the program asks another; what is called inside counts there
-alone, so that the parts of a step add up to it."""
+"""Time of a prompt and of a decode step by part: the model's matrices, attention, scores, planning, reserving, writing,
+and the rest. Calls are timed at the boundaries between parts; a nested call counts for the called part alone, so that
+the parts of a step add up to it."""
 
 import sys
 from collections import defaultdict
@@ -28,7 +28,7 @@ Call = tuple[Any, str, str]  # an object, the name of what is called of it, and 
 
 @dataclass(kw_only=True)
 class Settings(WholeModel):
-    """Where the time of a prompt and of a decode step goes, method by method."""
+    """Time of a prompt and of a decode step by part, for each method."""
 
     what = "parts"
     quick = {"context": 256, "rounds": 3, "steps": 2}
@@ -61,7 +61,7 @@ class Settings(WholeModel):
         room = 3 * (self.rounds + 2) * self.steps + 2  # the baseline is timed twice in each round
         text = choices.sample_tokens(self._model, rows, self.context + room)
         prompts = [tokens[: self.context] for tokens in text]
-        found: list[Variant] = []
+        variants: list[Variant] = []
         for method in self.methods:
             bench.stage(f"reading prompts for {method}")
             try:
@@ -69,19 +69,19 @@ class Settings(WholeModel):
                 if not is_prompt:
                     decoder.prefill(prompts)
             except Exception as problem:  # as in `decode_variants`
-                found.append(failed_variant(method, problem))
+                variants.append(failed_variant(method, problem))
                 continue
             plain = (
                 _reading(method, decoder, prompts)
                 if is_prompt
                 else self.stepping(method, decoder, [tokens[self.context :] for tokens in text])
             )
-            found += [plain, timed(plain, decoder.runner, CLOCKS[self.clock])]
-        return found
+            variants += [plain, timed(plain, decoder.runner, CLOCKS[self.clock])]
+        return variants
 
-    def finish(self, found: dict) -> None:
-        """Makes of the seconds of each round the shares of its parts; those of the warming round go."""
-        for row in found["variants"]:
+    def finish(self, cell: dict) -> None:
+        """Convert the seconds of each round into shares of its parts; the warm-up round is dropped."""
+        for row in cell["variants"]:
             if "parts" in row:
                 rounds = row["parts"][-len(row["seconds"]) :]
                 row["parts"] = {name: [each[name] / sum(each.values()) for each in rounds] for name in PARTS}
@@ -122,26 +122,26 @@ def timed(plain: Variant, runner: Runner, now: Callable[[], float]) -> Variant:
 
 def calls_of(runner: Runner) -> list[Call]:
     """The calls by which a runner's model and store do each part."""
-    found: list[Call] = [(layer, "forward", "projections") for layer in matrices_of(runner.loaded)]
+    calls: list[Call] = [(layer, "forward", "projections") for layer in matrices_of(runner.loaded)]
     for store in (runner.store, *runner.store.other_kinds):
-        found += [(store, name, "attention") for name in ("attend", "attend_stored", "prompt_attention")]
-        found.append((store, "measure", "scores"))
-        found += [(store.holding.plans, name, "planning") for name in ("prefill", "decode", "due", "compact")]
+        calls += [(store, name, "attention") for name in ("attend", "attend_stored", "prompt_attention")]
+        calls.append((store, "measure", "scores"))
+        calls += [(store.holding.plans, name, "planning") for name in ("prefill", "decode", "due", "compact")]
         for part in store.holding.parts:
-            found += [(part.pages.table, name, "reserving") for name in RESERVING if hasattr(part.pages.table, name)]
-            found += [
+            calls += [(part.pages.table, name, "reserving") for name in RESERVING if hasattr(part.pages.table, name)]
+            calls += [
                 (part.pages, "put", "writing"),
                 (part, "write_prompt", "writing"),
                 (part.scores, "add_step", "scores"),
             ]
-    return found
+    return calls
 
 
 class Clock:
-    """Seconds by part, of what is called itself: what a call asks of another part counts there.
+    """Exclusive seconds by part: a nested call of another part counts there.
 
     Attributes:
-        wait: Returns once the device has done what it was asked.
+        wait: Synchronises with the device.
     """
 
     def __init__(self, device: torch.device, now: Callable[[], float]) -> None:
@@ -154,17 +154,17 @@ class Clock:
         """Puts the clock over some calls until the context is left."""
         with ExitStack() as stack:
             for owner, name, part in calls:
-                own, inner = vars(owner).get(name), getattr(owner, name)
+                attribute, inner = vars(owner).get(name), getattr(owner, name)
                 setattr(owner, name, partial(self._timed, part, inner))
-                stack.callback(*((delattr, owner, name) if own is None else (setattr, owner, name, own)))
+                stack.callback(*((delattr, owner, name) if attribute is None else (setattr, owner, name, attribute)))
             return stack.pop_all()
 
-    def _timed(self, part: str, inner: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    def _timed(self, part: str, inner: Callable[..., Any], *args: Any, **named: Any) -> Any:
         self.wait()
         begin = self._now()
         self._inside.append(0.0)
         try:
-            return inner(*given, **named)
+            return inner(*args, **named)
         finally:
             self.wait()
             spent = self._now() - begin

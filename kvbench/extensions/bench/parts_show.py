@@ -45,7 +45,7 @@ def title(document: dict) -> str:
 
 
 def figure(document: dict) -> "Figure":
-    """A bar for each method and phase, its parts beside one another."""
+    """A stacked bar of parts for each method and phase."""
     import matplotlib as mpl
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 

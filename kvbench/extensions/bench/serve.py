@@ -20,7 +20,7 @@ from kvbench.engine.engine import Engine
 from kvbench.engine.request_queue import Clock, RequestQueue
 from kvbench.engine.requests import Outcome, Request
 from kvbench.extensions.bench import times
-from kvbench.extensions.bench.decode import OWN, Methods
+from kvbench.extensions.bench.decode import PEER, Methods
 from kvbench.extensions.bench.simulated import Here, Simulated
 from kvbench.kernels.bench.bench import Bench, main, setting
 from kvbench.kernels.bench.rounds import Variant, failed_variant, spread
@@ -80,9 +80,9 @@ class Settings(Methods):
         if self.arrivals not in (ALL, POISSON, BURST):
             return read_trace(Path(self.arrivals), self.requests, rate)
         gap = {ALL: lambda _: 0.0, POISSON: lambda _: dice.expovariate(rate)}.get(
-            self.arrivals, lambda place: 0.0 if place % self.burst else dice.expovariate(rate / self.burst)
+            self.arrivals, lambda index: 0.0 if index % self.burst else dice.expovariate(rate / self.burst)
         )
-        moments = itertools.accumulate(gap(place) for place in range(self.requests))
+        moments = itertools.accumulate(gap(index) for index in range(self.requests))
         return [(at, dice.randint(*self.prompts), dice.randint(*self.answers)) for at in moments]
 
     def cells(self, threads: list[int]) -> list[dict]:
@@ -107,7 +107,7 @@ class Settings(Methods):
 
     @cached_property
     def shares(self) -> dict[tuple[str, int], tuple[int, int]]:
-        """What `Serving` found of each method and memory: requests at once and bytes of pages, whatever the rate."""
+        """Results of `Serving` for each method and memory: concurrent requests and bytes of pages, over all rates."""
         return {}
 
     def timing(self, bench: Bench, cell: dict) -> dict[str, Any]:
@@ -122,53 +122,53 @@ class Settings(Methods):
         texts = [[0] * prompt for _, prompt, _ in load]
         if not self.times:
             texts = choices.sample_tokens(self._model, len(load), max(map(len, texts)))
-        found = []
+        variants = []
         for name in self.methods:
             try:
                 if name not in self._machines:
-                    given = Simulated(self._measured, name) if self.times else Here(self._model, self.clock)
-                    self._machines[name] = given
+                    machine = Simulated(self._measured, name) if self.times else Here(self._model, self.clock)
+                    self._machines[name] = machine
                 serving = Serving(self, bench, name, load, texts, self._machines[name])
             except ValueError as problem:
-                found.append(failed_variant(name, problem))
+                variants.append(failed_variant(name, problem))
                 continue
             extra = {"runs": serving.runs, "most_requests": serving.most_requests}
             if self.times:
                 extra["measured"] = self._as_measured(cell, name)
-            found.append(Variant(name=name, call=serving.answer, before_round=serving.open, extra=extra))
-        return [*found, self._own(bench, load, texts)] if self.peers and not self.times else found
+            variants.append(Variant(name=name, call=serving.answer, before_round=serving.open, extra=extra))
+        return [*variants, self._peer(bench, load, texts)] if self.peers and not self.times else variants
 
-    def _own(self, bench: Bench, load: Load, texts: list[list[int]]) -> Variant:
+    def _peer(self, bench: Bench, load: Load, texts: list[list[int]]) -> Variant:
         """transformers' own continuous batching; refused with the reason where it cannot be had."""
         try:
             if self.clock == "cpu":
                 raise ValueError("it works in a thread of its own, whose time clock=cpu does not count; set clock=wall")
             from kvbench.extensions.bench.continuous import ContinuousServing
 
-            own = ContinuousServing(self._model, load, texts, int(self.kv_mb * 1e6), self.max_batch)
+            peer = ContinuousServing(self._model, load, texts, int(self.kv_mb * 1e6), self.max_batch)
         except (ImportError, ValueError) as problem:
-            return failed_variant(OWN, problem)
+            return failed_variant(PEER, problem)
 
         def call(index: int) -> None:
-            own.answer(index)
+            peer.answer(index)
             bench.advance()
 
-        extra = {"runs": own.runs, "most_requests": self.max_batch}
-        return Variant(name=OWN, call=call, before_round=own.open, extra=extra)
+        extra = {"runs": peer.runs, "most_requests": self.max_batch}
+        return Variant(name=PEER, call=call, before_round=peer.open, extra=extra)
 
     def _as_measured(self, cell: dict, method: str) -> dict | None:
-        """What the files say of this very load, if they do."""
-        asked = {"threads": None, **{name: getattr(self, name) for name in LOAD}}
+        """Row of the measured documents for the same load, or None."""
+        wanted = {"threads": None, **{name: getattr(self, name) for name in LOAD}}
         for settings, there in self._measured.cells:
-            if {**settings, **there["cell"], "threads": None}.items() >= (asked | cell | {"threads": None}).items():
+            if {**settings, **there["cell"], "threads": None}.items() >= (wanted | cell | {"threads": None}).items():
                 for row in there["variants"]:
                     if row["name"] == method:
                         return {name: row[name] for name in ("tokens_per_s", "ttft_p50_s", "tpot_p50_s")}
         return None
 
-    def finish(self, found: dict) -> None:
+    def finish(self, cell: dict) -> None:
         """Puts latencies and rates in the place of each run's own times, which are the seconds of the load."""
-        for row in found["variants"]:
+        for row in cell["variants"]:
             runs = row.pop("runs")
             row["seconds"] = [run["took_s"] for run in runs]
             row |= spread(row["seconds"]) | figures(runs, self.ttft_s, self.tpot_s)
@@ -176,7 +176,7 @@ class Settings(Methods):
 
 def read_trace(path: Path, most: int, rate: float) -> Load:
     """The first requests of a file, whose arrivals are stretched so that as many come per second in the mean."""
-    found: Load = []
+    load: Load = []
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -187,18 +187,18 @@ def read_trace(path: Path, most: int, rate: float) -> Load:
             at, prompt, answer = float(words[0]), *map(int, words[1:])
         except ValueError:
             at = prompt = answer = -1
-        if at < 0 or prompt < 1 or answer < 2 or at != at or (found and at < found[-1][0]):
+        if at < 0 or prompt < 1 or answer < 2 or at != at or (load and at < load[-1][0]):
             raise ValueError(
                 f"{path}:{number}: {line!r} is no ARRIVAL_S,PROMPT_TOKENS,ANSWER_TOKENS with arrivals that ascend, a "
                 "prompt of at least 1 token and an answer of at least 2"
             )
-        found.append((at, prompt, answer))
-    found = found[:most]
-    if not found:
+        load.append((at, prompt, answer))
+    load = load[:most]
+    if not load:
         raise ValueError(f"arrivals={path} has no line")
-    begin, span = found[0][0], found[-1][0] - found[0][0]
-    stretch = (len(found) - 1) / rate / span if span else 0.0
-    return [(stretch * (at - begin), prompt, answer) for at, prompt, answer in found]
+    begin, span = load[0][0], load[-1][0] - load[0][0]
+    stretch = (len(load) - 1) / rate / span if span else 0.0
+    return [(stretch * (at - begin), prompt, answer) for at, prompt, answer in load]
 
 
 class Serving:
@@ -232,7 +232,7 @@ class Serving:
         chunk = settings.chunk if settings.chunk and policy.in_chunks else None
         if settings.chunk and chunk is None:
             bench.notes.append(f"{method} reads whole prompts: it cannot read them in chunks")
-        given: dict[str, Any] = {
+        engine_options: dict[str, Any] = {
             "seed": settings.seed,
             "backend": settings.kernels,
             "fidelity_max_tokens": 0,
@@ -242,7 +242,7 @@ class Serving:
         shared = f"{method}: what a request keeps depends on its neighbours, which share the pool with it"
         if policy.compaction is not None and policy.compaction.when_full and shared not in bench.notes:
             bench.notes.append(shared)
-        self._is_whole, make = chunk is None, partial(machine.engine, policy, **given)
+        self._is_whole, make = chunk is None, partial(machine.engine, policy, **engine_options)
         memory = method, settings.kv_mb
         if memory not in settings.shares:
             settings.shares[memory] = self._shares(settings, make, policy, options)
@@ -270,7 +270,7 @@ class Serving:
         self._bench.stage(self._method)
         self._engine = self._make()
         self._clock = Clock(self._machine.tick)
-        self._waiting = _Noting(
+        self._queue = _Noting(
             self._requests, arrivals_s=[at for at, _, _ in self._load], clock=self._clock, on_read=self._note_prompt
         )
         self._ended: dict[str, tuple[float, int]] = {}
@@ -280,7 +280,7 @@ class Serving:
         self._pages: list[tuple[float, float]] = []
         self._busy_s = 0.0
         self._engine.end_ids = ()  # an answer has the length that the load says
-        self._batch = self._engine.open_batch(self._waiting, on_outcome=self._keep, on_step=self._note_step)
+        self._batch = self._engine.open_batch(self._queue, on_outcome=self._keep, on_step=self._note_step)
         self._engine.steps.warm_up(self._batch.most, max((each.prompt for each in self._requests), key=len))
 
     def answer(self, _: int) -> None:
@@ -289,7 +289,7 @@ class Serving:
             self._bench.stage(f"{self._method}, {len(self._ended)} of {len(self._requests)} requests")
         took = self._clock.now_s()
         arrived = {request.sample_id: at for request, (at, _, _) in zip(self._requests, self._load, strict=True)}
-        first = self._waiting.read_s
+        first = self._queue.read_s
         every = max(1, -(-len(self._pages) // POINTS))
         self.runs.append(
             {
@@ -330,10 +330,10 @@ class Serving:
 
 
 class _Noting(RequestQueue):
-    """Requests that wait, with what is told when the prompt of one was read."""
+    """Queue of requests that reports when the prompt of one was read."""
 
-    def __init__(self, *given: Any, on_read: Callable[[Request], None], **named: Any) -> None:
-        super().__init__(*given, **named)
+    def __init__(self, *args: Any, on_read: Callable[[Request], None], **named: Any) -> None:
+        super().__init__(*args, **named)
         self._on_read = on_read
 
     def note_read(self, request: Request) -> None:
@@ -342,8 +342,8 @@ class _Noting(RequestQueue):
 
 
 def figures(runs: list[dict], ttft_s: float, tpot_s: float) -> dict[str, Any]:
-    """What a row of the table says of its runs: percentiles of both latencies, rates per second, how many of the
-    requests that were answered within both targets (`goodput_per_s`), and pages over time of the first run."""
+    """Figures of a row of the table: percentiles of both latencies, rates per second, requests per second within both
+    targets (`goodput_per_s`), and pages over time of the first run."""
 
     def every(name: str) -> list:
         return [each for run in runs for each in run[name]]

@@ -26,7 +26,7 @@ def table(cells: Sequence[dict]) -> tuple[list[str], list[list[str]]]:
     """Headings and lines: one for each method at each rate; where pages ran out, how often that led to compressions; of
     a simulation, over what was measured where it was."""
     rows = [(cell["cell"], row) for cell in cells for row in cell["variants"]]
-    beside = ["x measured"] if any(row.get("measured") for _, row in rows) else []
+    measured_column = ["x measured"] if any(row.get("measured") for _, row in rows) else []
     squeezed = ["compressed"] if any(row.get("compressions") for _, row in rows) else []
     lines = []
     for cell, row in rows:
@@ -39,18 +39,18 @@ def table(cells: Sequence[dict]) -> tuple[list[str], list[list[str]]]:
         counts = [f"{_figure(row['mean_batch'], 1.0)} of {row['most_requests']}"]
         counts += [_figure(row[name], 1.0) for name in ("preemptions", "oom")]
         pages = format_bytes(max((held for _, held in row["pages"]), default=None))
-        found = [_figure(row.get("compressions"), 1.0) for _ in squeezed] + [_beside(row) for _ in beside]
-        lines.append([when, row["name"], ttft, tpot, *rates, *counts, pages, *found])
-    return [*HEADINGS, *squeezed, *beside], lines
+        extra = [_figure(row.get("compressions"), 1.0) for _ in squeezed] + [_of_measured(row) for _ in measured_column]
+        lines.append([when, row["name"], ttft, tpot, *rates, *counts, pages, *extra])
+    return [*HEADINGS, *squeezed, *measured_column], lines
 
 
-def _beside(row: dict) -> str:
+def _of_measured(row: dict) -> str:
     """Tokens per second, and the median latencies, over what was measured."""
     return "/".join(f"{row[key] / row['measured'][key]:.2f}" for key in MEASURED) if row.get("measured") else "-"
 
 
 def remarks(document: dict) -> list[str]:
-    """What each method sustains: the most requests per second that it answers in time at any rate."""
+    """Lines with the highest goodput of each method: requests per second answered in time, over all rates."""
     most: dict[str, float] = {}
     for row in (row for cell in document["cells"] for row in cell["variants"]):
         most[row["name"]] = max(most.get(row["name"], 0.0), row["goodput_per_s"])
@@ -66,7 +66,7 @@ def _figure(value: float | None, factor: float) -> str:
 
 
 def title(document: dict) -> str:
-    """What is shown, and of which machine."""
+    """Title of the bench and its machine."""
     where = document["environment"]
     if simulated := document.get("times_of"):
         return f"serve, simulated with times of {simulated}"
@@ -94,8 +94,8 @@ def figure(document: dict) -> "Figure":
     for axes, label, key, target in panels:
         for index, name in enumerate(names):
             rows = [(rate, row) for rate, cell in zip(rates, cells, strict=True) for row in cell["variants"]]
-            found = [(rate, row[key]) for rate, row in rows if row["name"] == name and row[key] is not None]
-            axes.plot([rate for rate, _ in found], [value for _, value in found], **_style(index), label=name)
+            points = [(rate, row[key]) for rate, row in rows if row["name"] == name and row[key] is not None]
+            axes.plot([rate for rate, _ in points], [value for _, value in points], **_style(index), label=name)
         if target is not None:
             axes.set_yscale("log")
             axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))

@@ -44,13 +44,13 @@ SHOWN_APART: dict[str, Any] = {
 }  # tables and pictures of their own
 BASELINE_STYLE: dict[str, Any] = {"color": "black", "linewidth": 1.0, "linestyle": "--"}
 ROW_IN, POINT_IN, PANEL_IN = 0.3, 0.11, 4.4  # inches of a row, of a point in it, and of a panel without the names
-RATE_ROUNDS = 8  # rounds that the time left is told from
+RATE_ROUNDS = 8  # rounds that the time left is estimated from
 
 
 @contextmanager
 def rounds_shown(what: str) -> Iterator[bench.Progress]:
     """Shows rounds done, what is being measured, and the time left, on a live bar on a terminal, else in a line now and
-    then; gives what a bench tells these."""
+    then; yields the callbacks of a bench."""
     live = LiveBar(sys.stderr, what, total=None) if sys.stderr.isatty() else None
     seen: deque[tuple[float, int]] = deque(maxlen=RATE_ROUNDS)
     spoken = time.monotonic(), ""
@@ -80,8 +80,8 @@ def rounds_shown(what: str) -> Iterator[bench.Progress]:
 
 
 def publish(document: dict, path: Path) -> None:
-    """Prints the tables and writes what is not there yet: the JSON file `path`, and beside it table (.txt) and picture
-    (.png)."""
+    """Print the tables and write missing files: the JSON file `path`, and next to it a table (.txt) and
+    a picture (.png)."""
     bench.check_document(document)
     if not path.exists():
         bench.write(document, path)
@@ -124,7 +124,7 @@ def _share(row: dict) -> str:
 
 
 def _cost(row: dict) -> str:
-    """The further time that a row takes beside the variant it is a change of."""
+    """Additional time of a row over the variant that it changes."""
     if (versus := row.get("versus")) is None:
         return ""
     middle, low, high = (100 * (1 / versus[key] - 1) for key in ("median", "q3", "q1"))
@@ -147,7 +147,7 @@ def _baseline(name: str, model: dict | None) -> str:
 
 
 def _cell_table(document: dict, cell: dict) -> Table:
-    """One row per variant, also of those that were refused; what no variant has is no column."""
+    """One row per variant, refused ones included; columns that no variant has are left out."""
     rows: list[dict] = cell["variants"]
     more: dict[str, Callable[[dict], str]]
     names = list(dict.fromkeys(name for row in rows for name in row["ratios"]))
@@ -216,9 +216,9 @@ def _tables(document: dict) -> list[Table | Text]:
         noise = max((cell["twice"]["noise"] for cell in document["cells"] if cell.get("twice")), default=None)
         said = [] if noise is None else [Text(MANAGER_NOISE.format(100 * noise), style="dim")]
         return [Text(what, style="bold"), _manager(document["cells"]), *said, Text()]
-    if (own := SHOWN_APART.get(what)) is not None:
-        said = [Text(remark) for remark in own.remarks(document)]
-        return [Text(own.title(document), style="bold"), _table(*own.table(document["cells"])), *said, Text()]
+    if (view := SHOWN_APART.get(what)) is not None:
+        said = [Text(remark) for remark in view.remarks(document)]
+        return [Text(view.title(document), style="bold"), _table(*view.table(document["cells"])), *said, Text()]
     parts: list[Table | Text] = []
     for cell in document["cells"]:
         title = f"{what}: {label_of(cell['cell'])}"
@@ -232,7 +232,7 @@ def _tables(document: dict) -> list[Table | Text]:
 
 
 def render(document: dict) -> Group:
-    """The tables of a document, and what a reader must know to read them right."""
+    """Tables of a document, and notes on them."""
     where = document["environment"]
     turns = f", GOMP_SPINCOUNT={where['gomp_spincount']}" if where.get("gomp_spincount") else ""
     first = (
@@ -259,7 +259,7 @@ class View:
     """The content of a bench's picture."""
 
     panel: tuple[str, ...]
-    """Names of what tells panels apart; what else tells cells apart tells the points of a row apart."""
+    """Settings that distinguish panels; other settings of cells distinguish the points of a row."""
     value: Callable[[dict, str], dict | None]
     """Median and quartiles of a row, given the name of the baseline; None = no point."""
     label: str
@@ -284,8 +284,8 @@ def _speed(row: dict, base: str) -> dict | None:
 
 
 def _time(row: dict, base: str) -> dict | None:
-    found = _speed(row, base)
-    return found and inverted(found)
+    speed = _speed(row, base)
+    return speed and inverted(speed)
 
 
 def _rate_or_seconds(row: dict, base: str) -> dict:
@@ -315,15 +315,15 @@ VIEWS = {
 
 
 def draw(document: dict, path: Path) -> Path | None:
-    """Draws the picture and writes it in one atomic step; nothing for a document without timings."""
+    """Draw the picture and write it in one atomic step; does nothing for a document without timings."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     cells = [cell for cell in document["cells"] if cell["variants"]]
     if not cells:
         return None
-    if (own := SHOWN_APART.get(document["what"])) is not None:
-        write_atomic(path, picture_bytes(own.figure(document), "png"))
+    if (apart := SHOWN_APART.get(document["what"])) is not None:
+        write_atomic(path, picture_bytes(apart.figure(document), "png"))
         return path
     view = VIEWS[document["what"]]
     rows = [row for cell in cells for row in cell["variants"]]
@@ -332,9 +332,9 @@ def draw(document: dict, path: Path) -> Path | None:
     names = list(dict.fromkeys(shown))
     panels: dict[str, list[tuple[str, dict]]] = {}
     for cell in cells:
-        own = {key: value for key, value in cell["cell"].items() if key in view.panel}
+        panel_settings = {key: value for key, value in cell["cell"].items() if key in view.panel}
         rest = {key: value for key, value in cell["cell"].items() if key not in view.panel}
-        panels.setdefault(label_of(own), []).append((label_of(rest), cell))
+        panels.setdefault(label_of(panel_settings), []).append((label_of(rest), cell))
     series = list(dict.fromkeys(label for panel in panels.values() for label, _ in panel))
     across = min(3, len(panels))
     down = -(-len(panels) // across)
@@ -365,15 +365,15 @@ def _panel(
     for label, cell in panel:
         index = series.index(label)
         shift = 0.7 * ((index + 0.5) / len(series) - 0.5)
-        found = {row["name"]: (row, view.value(row, base)) for row in cell["variants"] if row["name"] in names}
-        points = [(names.index(name) + shift, row, value) for name, (row, value) in found.items() if value]
+        by_name = {row["name"]: (row, view.value(row, base)) for row in cell["variants"] if row["name"] in names}
+        points = [(names.index(name) + shift, row, value) for name, (row, value) in by_name.items() if value]
         middle, low, high = ([value[key] for _, _, value in points] for key in ("median", "q1", "q3"))
         ends = [np.subtract(middle, low), np.subtract(high, middle)]
         style: dict[str, Any] = {"linestyle": "none", "markersize": 5, "capsize": 2} | _style(index)
-        axes.errorbar(middle, [place for place, *_ in points], xerr=np.maximum(0.0, ends), label=label, **style)
-        for place, row, value in points:
+        axes.errorbar(middle, [height for height, *_ in points], xerr=np.maximum(0.0, ends), label=label, **style)
+        for height, row, value in points:
             where: dict[str, Any] = {"xytext": (5, 0), "textcoords": "offset points", "va": "center", "fontsize": 8}
-            axes.annotate(view.note(row), (value["q3"], place), **where)
+            axes.annotate(view.note(row), (value["q3"], height), **where)
     if view.is_log:
         from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
@@ -392,6 +392,6 @@ def _panel(
 
 
 def _style(index: int) -> dict[str, Any]:
-    """Colour and marker of a series; together they tell more apart than there are colours."""
-    colour, again = index % len(COLOURS), index // len(COLOURS)
-    return {"color": COLOURS[colour], "marker": MARKERS[(colour + 3 * again) % len(MARKERS)]}
+    """Colour and marker of a series; their combinations distinguish more series than there are colours."""
+    colour, cycle = index % len(COLOURS), index // len(COLOURS)
+    return {"color": COLOURS[colour], "marker": MARKERS[(colour + 3 * cycle) % len(MARKERS)]}

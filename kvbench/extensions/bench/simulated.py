@@ -1,8 +1,8 @@
-"""Serving that takes no time: the engine's own scheduler over a store without memory, with times that were measured.
+"""Simulated serving: the engine's scheduler over a store without memory, with measured times.
 
-Who joins, who gives way and what pages hold is decided by the code that serves (`engine.batch`, `engine.reading`, the
-page tables, the method). Only the model is not there: a prompt or a step puts tokens without numbers into the store,
-and the clock goes on by what it took where it was measured.
+Admission, preemption and page contents are decided by the code that serves (`engine.batch`, `engine.reading`, the page
+tables, the method). Only the model is absent: a prompt or a step puts tokens without values into the store, and the
+clock advances by the measured time.
 """
 
 from collections.abc import Sequence
@@ -126,8 +126,8 @@ class Simulated:
         return (whole.resident_bytes - _in_no_page(whole)) / (shallow.resident_bytes - _in_no_page(shallow))
 
 
-def _in_no_page(found: Projection) -> int:
-    return sum(found.items[name] for name in FIXED)
+def _in_no_page(projection: Projection) -> int:
+    return sum(projection.items[name] for name in FIXED)
 
 
 class _ShadowRunner(Runner):
@@ -148,8 +148,8 @@ class _ShadowRunner(Runner):
         self.open_rows, options = [], vars(self.options)
         if (budget := self.options.budget_bytes) is not None:
             options = options | {"budget_bytes": round(budget / self._machine.share)}
-        asked = self.policy, self.shape, prompt_tokens, new_tokens, StoreOptions(**options)
-        self._store = shadow_store(*asked, is_even=True, rows=rows)
+        sizes = self.policy, self.shape, prompt_tokens, new_tokens, StoreOptions(**options)
+        self._store = shadow_store(*sizes, is_even=True, rows=rows)
 
     def read(
         self,

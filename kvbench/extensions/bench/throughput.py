@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvbench.engine.prompt_cache import PromptCache
-from kvbench.extensions.bench.decode import BASELINES, GRAPH, LENGTHS, OWN, PROMPT_BYTES, WholeModel
-from kvbench.extensions.bench.decoders import REFERENCE_ROWS, WARM_STEPS, Decoder, Graphed, OwnDecoder, capture_on
+from kvbench.extensions.bench.decode import BASELINES, GRAPH, LENGTHS, PEER, PROMPT_BYTES, WholeModel
+from kvbench.extensions.bench.decoders import REFERENCE_ROWS, WARM_STEPS, Decoder, Graphed, PeerDecoder, capture_on
 from kvbench.kernels.bench.bench import Bench, main, setting
 from kvbench.kernels.bench.rounds import Variant, ratios
 from kvbench.models.load import LoadedModel
@@ -55,17 +55,17 @@ class Settings(WholeModel):
     def variants(self, bench: Bench, cell: dict) -> list[Variant]:
         at = replace(self, context=cell["context"])
         text = choices.sample_tokens(self._model, DISTINCT_PROMPTS, at.context + self.new_tokens)
-        found: list[Variant] = []
+        variants: list[Variant] = []
         prompts = PromptCache(PROMPT_BYTES, keeps_queries=True)  # those of a trial are its batch's and other methods'
-        for name in (OWN, *self.methods):
+        for name in (PEER, *self.methods):
             bench.stage(f"filling {self.kv_mb} MB for {name}")
-            asked = (at, self._model, text, bench.notes)
-            found += own_variants(*asked) if name == OWN else store_variants(name, *asked, prompts)
-        return found
+            arguments = (at, self._model, text, bench.notes)
+            variants += peer_variants(*arguments) if name == PEER else store_variants(name, *arguments, prompts)
+        return variants
 
-    def finish(self, found: dict) -> None:
+    def finish(self, cell: dict) -> None:
         """Adds `rate_ratios`: tokens per second of a row over those of each baseline, formed within each round."""
-        rows = found["variants"]
+        rows = cell["variants"]
         per_token = {row["name"]: [s / row["tokens_per_call"] for s in row["seconds"]] for row in rows}
         bases = [base for base in BASELINES if base in per_token]
         for row in rows:
@@ -76,21 +76,21 @@ def fitting(settings: Settings, sequence_bytes: int, name: str, notes: list[str]
     """Sequences that fit; 0 with a note when not even one does."""
     batch = int(settings.kv_mb * 1e6 // sequence_bytes)
     if not batch:
-        told = f"{name}: one sequence behind {settings.context} tokens holds {sequence_bytes / 1e6:.1f} MB"
-        notes.append(f"{told} and does not fit; raise kv_mb")
+        size_text = f"{name}: one sequence behind {settings.context} tokens holds {sequence_bytes / 1e6:.1f} MB"
+        notes.append(f"{size_text} and does not fit; raise kv_mb")
     if batch > settings.max_batch:
-        told = f"{name}: {batch} sequences behind {settings.context} tokens would fit"
-        notes.append(f"{told}; max_batch={settings.max_batch} were run")
+        size_text = f"{name}: {batch} sequences behind {settings.context} tokens would fit"
+        notes.append(f"{size_text}; max_batch={settings.max_batch} were run")
     return min(batch, settings.max_batch)
 
 
-def own_variants(settings: Settings, model: LoadedModel, text: list[list[int]], notes: list[str]) -> list[Variant]:
+def peer_variants(settings: Settings, model: LoadedModel, text: list[list[int]], notes: list[str]) -> list[Variant]:
     """transformers' own cache, in the model's dtype, with as many sequences as fit at their final length."""
-    decoder = OwnDecoder(model)
+    decoder = PeerDecoder(model)
     decoder.prefill([tokens[: settings.context] for tokens in text])
     token_bytes = decoder.cache_bytes() / (len(text) * settings.context)
-    batch = fitting(settings, round(token_bytes * (settings.context + settings.new_tokens)), OWN, notes)
-    return [_filled(settings, OWN, decoder, text, batch)] if batch else []
+    batch = fitting(settings, round(token_bytes * (settings.context + settings.new_tokens)), PEER, notes)
+    return [_filled(settings, PEER, decoder, text, batch)] if batch else []
 
 
 def store_variants(
@@ -98,8 +98,8 @@ def store_variants(
 ) -> list[Variant]:
     """A method with as many sequences as fit at their final length, which is measured by answering once; on a GPU the
     same sequences once more, with their steps replayed from a graph."""
-    asked: dict[str, Any] = {"new_tokens": settings.new_tokens, "prompts": prompts}
-    trial = settings.decoder(model, method, rows=len(text), **asked)
+    options: dict[str, Any] = {"new_tokens": settings.new_tokens, "prompts": prompts}
+    trial = settings.decoder(model, method, rows=len(text), **options)
     trial.prefill([tokens[: settings.context] for tokens in text])
     peak = 0
     for index in range(settings.new_tokens):
@@ -111,19 +111,19 @@ def store_variants(
         return []
     # A GPU's pool is made once: without a budget each method's would hold what its lists could ever need.
     room = int(1.1 * peak * (batch + REFERENCE_ROWS)) if model.device.type != "cpu" else None
-    decoder = settings.decoder(model, method, rows=batch, budget_bytes=room, **asked)
+    decoder = settings.decoder(model, method, rows=batch, budget_bytes=room, **options)
     decoder.prefill([tokens[: settings.context] for tokens in text[:batch]])
-    found = [_filled(settings, method, decoder, text, batch, sequence_bytes=peak)]
+    variants = [_filled(settings, method, decoder, text, batch, sequence_bytes=peak)]
     decoder.runner.prompts = PromptCache()
     if decoder.runner.backend.keeps_tables:
         need = 2 * settings.decoded_tokens + WARM_STEPS + 1
         if need <= settings.new_tokens:
             graphed = Graphed(decoder, capture_on(model.device))
             answers = answers_of(settings, text, batch)
-            found.append(settings.stepping(method + GRAPH, graphed, answers, batch=batch, sequence_bytes=peak))
+            variants.append(settings.stepping(method + GRAPH, graphed, answers, batch=batch, sequence_bytes=peak))
         else:
             notes.append(f"{method}{GRAPH} not measured: new_tokens={settings.new_tokens} is below {need}")
-    return found
+    return variants
 
 
 def answers_of(settings: Settings, text: list[list[int]], batch: int) -> list[list[int]]:
@@ -134,7 +134,7 @@ def answers_of(settings: Settings, text: list[list[int]], batch: int) -> list[li
 def _filled(
     settings: Settings, name: str, decoder: Decoder, text: list[list[int]], batch: int, **extra: Any
 ) -> Variant:
-    """The variant of a decoder that gets as many sequences as fit, copies of those that it has read."""
+    """Variant of a decoder with as many sequences as fit, copies of those that it has read."""
     decoder.repeat(batch)
     return settings.stepping(name, decoder, answers_of(settings, text, batch), batch=batch, **extra)
 

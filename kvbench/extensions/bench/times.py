@@ -18,7 +18,7 @@ PROMPT_GROUPS = 8  # of lengths, in what is kept of a load
 
 @dataclass
 class Times:
-    """What one method's steps and prompts took.
+    """Measured times of one method's steps and prompts.
 
     Args:
         steps: Rows, tokens that all of them hold together, seconds, and of how many steps this is the mean.
@@ -40,7 +40,7 @@ class Times:
         return float(self._prompts @ (1.0, tokens, tokens**2))
 
     def fit(self) -> "Times":
-        """Makes the look-ups; raises ValueError where nothing was measured."""
+        """Build the lookup tables; raises ValueError without measurements."""
         from scipy.optimize import nnls  # a simulation asks for it; a machine that only measures may lack it
 
         if not self.steps or not self.prompts:
@@ -55,9 +55,9 @@ class Times:
         base = mean_s - per_token * mean_tokens
         per_row = np.polyfit(places, base, 1, w=np.sqrt(weight))[0] if len(places) > 1 else 0.0
 
-        def step_s(asked_rows: int, asked_tokens: int) -> float:
-            beyond = max(0.0, asked_rows - places[-1]) * max(0.0, per_row)
-            return float(np.interp(asked_rows, places, base) + beyond + per_token * asked_tokens)
+        def step_s(rows: int, tokens: int) -> float:
+            beyond = max(0.0, rows - places[-1]) * max(0.0, per_row)
+            return float(np.interp(rows, places, base) + beyond + per_token * tokens)
 
         self._steps = step_s
         length, seconds, count = np.array(self.prompts, dtype=float).T
@@ -70,8 +70,8 @@ class Times:
 def summary(
     steps: Sequence[tuple[int, int, float]], prompts: Sequence[tuple[int, float]], ends: Sequence[tuple[int, int, int]]
 ) -> dict[str, list]:
-    """What a document keeps of a load, as `Times` takes it: means over steps of as many rows, those that hold less and
-    those that hold more apart, and over prompts of about one length."""
+    """Summarise a load for a document, as `Times` takes it: means over steps with equal rows, split into those that
+    hold less and more, and over prompts of about one length."""
     by_rows = defaultdict(list)
     for step in sorted(steps):
         by_rows[step[0]].append(step)
@@ -91,7 +91,7 @@ def _means(items: Sequence[tuple], groups: int) -> list[list[float]]:
 
 @dataclass
 class Measured:
-    """What bench documents of one model on one machine say."""
+    """Times in bench documents of one model on one machine."""
 
     shape: NamedShape
     max_tokens: int
@@ -143,10 +143,10 @@ def read_times(paths: Sequence[Path]) -> Measured:
 def _take(methods: dict[str, Times], cell: dict[str, Any], row: dict[str, Any]) -> None:
     """Adds what a row of a table measured to its method's times; a method's replayed steps go before its others."""
     if (times := row.get("times")) is not None:
-        found = methods[row["name"]]
-        found.steps += map(tuple, times["steps"])
-        found.prompts += map(tuple, times["prompts"])
-        found.ends += map(tuple, times["ends"])
+        times_of_method = methods[row["name"]]
+        times_of_method.steps += map(tuple, times["steps"])
+        times_of_method.prompts += map(tuple, times["prompts"])
+        times_of_method.ends += map(tuple, times["ends"])
     elif cell.get("phase") == "prompt":
         methods[row["name"]].prompts.append((cell["context"], row["median"], 1.0))
     elif cell.get("phase") == "decode":

@@ -61,8 +61,8 @@ def evaluate(trial: Trial, reference: Trial, rule: Rule) -> Measured:
     ratios, resident = _bytes(ok, rule)
     held = np.array([record["kept"].get("slots_per_tier", []) for record in ok], dtype=float).sum(axis=0)
     shares = [record["kept"]["slot_ratio"] for record in ok if "slot_ratio" in record["kept"]]
-    found = values_by_sample(trial.records, score(task.primary).above)[0]
-    means = [np.mean(list(values.values())) for values in found.values()]
+    by_subset = values_by_sample(trial.records, score(task.primary).above)[0]
+    means = [np.mean(list(values.values())) for values in by_subset.values()]
     result = Measured(
         settings=trial.settings,
         hash=trial.experiment.hash,
@@ -85,12 +85,12 @@ def evaluate(trial: Trial, reference: Trial, rule: Rule) -> Measured:
 def loss(trial: Trial, reference: Trial, criterion: str, rule: Rule) -> Estimate:
     """The loss of a trial with its paired 95 % interval, positive when worse; the interval has no width where every
     sample loses the same NLL or KL, most often none."""
-    found, what = losses_of(trial, reference, criterion, rule)
-    if found is None:
+    losses, what = losses_of(trial, reference, criterion, rule)
+    if losses is None:
         return Estimate()
-    result = found.estimate()
-    if not what.bounded and found.strata.count >= FEWEST_SAMPLES and not has_spread(found.strata.flat):
-        result.low = result.high = found.value
+    result = losses.estimate()
+    if not what.bounded and losses.strata.count >= FEWEST_SAMPLES and not has_spread(losses.strata.flat):
+        result.low = result.high = losses.value
         result.interval = "identical"
     return result
 
@@ -98,8 +98,8 @@ def loss(trial: Trial, reference: Trial, criterion: str, rule: Rule) -> Estimate
 def losses_of(trial: Trial, reference: Trial, criterion: str, rule: Rule) -> tuple[Paired | None, Measure]:
     """The losses of the samples that ended well in both, and the measure they are in; None without one."""
     task = trial.experiment.task
-    own = score(task.primary, task.metrics[task.primary].higher_is_better)
-    what = own if criterion == SCORE.name else LOSSES[criterion].measure
+    primary = score(task.primary, task.metrics[task.primary].higher_is_better)
+    what = primary if criterion == SCORE.name else LOSSES[criterion].measure
     mine, theirs = (values_by_sample(item.records, what.above)[0] for item in (trial, reference))
     pairs = {
         subset: [(value, theirs[subset][name]) for name, value in values.items() if name in theirs[subset]]
@@ -113,10 +113,10 @@ def losses_of(trial: Trial, reference: Trial, criterion: str, rule: Rule) -> tup
 
 def accepts(rule: Rule, measured: Measured) -> bool:
     """Is the loss within the margin, and did every sample end well?"""
-    found = measured.losses.get(rule.criterion)
-    if found is None or measured.num_failed:
+    estimate = measured.losses.get(rule.criterion)
+    if estimate is None or measured.num_failed:
         return False
-    bound = found.high if rule.proof == "interval" else found.value
+    bound = estimate.high if rule.proof == "interval" else estimate.value
     return bound is not None and bound <= rule.margin
 
 
@@ -137,12 +137,12 @@ def choose(measured: Sequence[Measured], rule: Rule) -> int | None:
 
 def _lost(measured: Measured, rule: Rule) -> float | None:
     """The mean loss, where every sample ended well."""
-    found = measured.losses.get(rule.criterion)
-    return None if found is None or measured.num_failed else found.value
+    estimate = measured.losses.get(rule.criterion)
+    return None if estimate is None or measured.num_failed else estimate.value
 
 
 def _same(a: float, b: float) -> bool:
-    """Equal but for the order of sums: shares of right answers are."""
+    """True for values that are equal up to the order of summation."""
     return abs(a - b) < 1e-9
 
 
@@ -169,8 +169,8 @@ def why(name: str, values: Sequence[Number], measured: Sequence[Measured], best:
     return said + f"{ratio}, the fewest of the {good} of {len(values)} values that lose at most {margin} ({rule.proof})"
 
 
-def beside(points: Sequence[Measured], parameter: str) -> str:
-    """The settings beside a tuned one that are the same at every point, as `alpha_l=0`, or follow it."""
+def losses_by_value(points: Sequence[Measured], parameter: str) -> str:
+    """The other settings that are the same at every point of a tuned one, as `alpha_l=0`, or follow it."""
     shown = {}
     for name in [name for name in points[0].settings if name != parameter]:
         values = [point.settings[name] for point in points]
@@ -216,11 +216,11 @@ def _bytes(records: Sequence[SampleRecord], rule: Rule) -> tuple[Estimate, float
     shares = value + (resident - value * fp16) / fp16.mean()
     each = resident / fp16
     within = float(each.min()), float(each.max())
-    found = studentised.interval(weighed([shares]), resamples=rule.resamples, seed=rule.seed, within=within)
-    if found is None and len(records) >= FEWEST_SAMPLES and not has_spread(shares):
-        found = (value, value)
-    low, high = found or (None, None)
-    share = Estimate(value=value, num_samples=len(records), low=low, high=high, interval=BOOTSTRAP if found else "")
+    ends = studentised.interval(weighed([shares]), resamples=rule.resamples, seed=rule.seed, within=within)
+    if ends is None and len(records) >= FEWEST_SAMPLES and not has_spread(shares):
+        ends = (value, value)
+    low, high = ends or (None, None)
+    share = Estimate(value=value, num_samples=len(records), low=low, high=high, interval=BOOTSTRAP if ends else "")
     return share, float(resident.mean())
 
 
@@ -240,9 +240,9 @@ def false_confirmations(
     count = num_tuning + num_held_out
     # Settings next to one another in a grid answer the same prompts, so a sample's losses go up and down together:
     # half of the variance is the sample's own, half the setting's.
-    own = rng.choice(centred, (count, trials, 1)) - rule.margin
+    shared_error = rng.choice(centred, (count, trials, 1)) - rule.margin
     each = rng.choice(centred, (count, trials, num_points)) - rule.margin
-    losses = rule.margin + (own + each) / np.sqrt(2)
+    losses = rule.margin + (shared_error + each) / np.sqrt(2)
     is_good = _accepted(losses[:num_tuning].reshape(num_tuning, -1), rule).reshape(trials, num_points)
     confirmed = _accepted(losses[num_tuning:].reshape(num_held_out, -1), rule).reshape(trials, num_points)
     if rule.name == PAPER:  # the luckiest, good or not

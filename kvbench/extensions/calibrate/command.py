@@ -75,8 +75,10 @@ def main(cfg: DictConfig, parts: Loaders | None = None) -> int:
     sweep = Sweep(experiment, method, parts, folder=folder / "points", prompts=PromptCache(limit))
     default = sweep.trial({}, held_out)
     decides = {"plan": plan, "layers": layers, "held_out": default.experiment.identity, "tuning": tuning.fingerprint}
-    with opened(folder, sweep, decides) as (own, digest):
-        result = Result(plan=plan, method=method, default=default.experiment, hash=digest, folder=own, data=data)
+    with opened(folder, sweep, decides) as (result_folder, digest):
+        result = Result(
+            plan=plan, method=method, default=default.experiment, hash=digest, folder=result_folder, data=data
+        )
         if layers is not None:
             num_layers = model_shape(model.model).num_layers
             result.layers, stage = search_layers(sweep, layers, plan.rule, tuning, num_layers)
@@ -114,7 +116,7 @@ def _parted(cfg: DictConfig) -> tuple[DictConfig, DictConfig, str, str, str]:
 
 
 def read_experiment(settings: dict, command: str) -> DictConfig:
-    """The experiment's own settings of a command that says by itself which samples there are."""
+    """Experiment settings of a command that selects its samples itself."""
     experiment = OmegaConf.create(settings)
     RunConfig.read(experiment)
     limit = Limit.read(experiment.limit)
@@ -130,14 +132,15 @@ def read_experiment(settings: dict, command: str) -> DictConfig:
 
 @contextmanager
 def opened(folder: Path, sweep: Sweep, decides: dict[str, Any]) -> Iterator[tuple[Path, str]]:
-    """Locks a folder and gives the one in it that belongs to what decides, both without litter, and its full hash."""
+    """Lock a folder and its subfolder for the deciding settings, both without litter; yields the subfolder and its full
+    hash."""
     digest = identity.hash_identity({name: identity.canonical(value) for name, value in decides.items()})
-    own = folder / digest[: identity.HASH_DIGITS]
+    result_folder = folder / digest[: identity.HASH_DIGITS]
     with run_lock(folder, say=note):
-        durable.make_folder(own)
-        for place in (own, sweep.folder):  # the lock is on all three folders
-            remove_litter(place)
-        yield own, digest
+        durable.make_folder(result_folder)
+        for locked in (result_folder, sweep.folder):  # the lock is on all three folders
+            remove_litter(locked)
+        yield result_folder, digest
 
 
 def load_samples(cfg: DictConfig, plan: Plan, parts: Loaders, model: LoadedModel, prefix: str = "calibrate") -> TaskSet:
@@ -165,22 +168,22 @@ def load_samples(cfg: DictConfig, plan: Plan, parts: Loaders, model: LoadedModel
 
 
 def _tune(sweep: Sweep, plan: Plan, task: TaskSet, result: Result) -> Measured | None:
-    """Chooses the settings one after the other: the choice of the last stage, or None at once when no value of a grid
-    is good enough. `result` takes the stages."""
+    """Choose the settings one after the other; returns the choice of the last stage, or None at once when no value of a
+    grid is good enough. The stages are appended to `result`."""
     full = sweep.full(task)
     chosen: dict[str, Number] = {}
     tuned = None
     for index, stage in enumerate(plan.stages):
-        found = _stage(sweep, plan, index, stage.values, chosen, task, full)
+        stage_result = _stage(sweep, plan, index, stage.values, chosen, task, full)
         off = plan.off.get(stage.parameter)
-        if off is not None and off not in stage.values and is_out_of_reach(found.points, plan.rule):
+        if off is not None and off not in stage.values and is_out_of_reach(stage_result.points, plan.rule):
             note(f"{result.method}: no {stage.parameter} is within the margin of the full cache; {off:g} joins them")
-            found = _stage(sweep, plan, index, (off, *stage.values), chosen, task, full)
-        result.stages.append(found)
-        note(f"{result.method}: {plan.rule.name}: {found.why}")
-        if found.chosen is None:
+            stage_result = _stage(sweep, plan, index, (off, *stage.values), chosen, task, full)
+        result.stages.append(stage_result)
+        note(f"{result.method}: {plan.rule.name}: {stage_result.why}")
+        if stage_result.chosen is None:
             return None
-        tuned = found.points[found.chosen]
+        tuned = stage_result.points[stage_result.chosen]
         chosen = {done.parameter: tuned.settings[done.parameter] for done in plan.stages[: index + 1]}
     return tuned
 
@@ -211,8 +214,7 @@ def _stage(
 
 
 def _judged(sweep: Sweep, plan: Plan, task: TaskSet, default: Trial, tuned: Measured) -> Choice:
-    """The chosen settings on samples that took no part in the choice, beside the full cache and the uncalibrated
-    method."""
+    """Measure the chosen settings on held-out samples, against the full cache and the uncalibrated method."""
     full, best = sweep.full(task), sweep.trial(tuned.settings, task)
     sweep.measure(_distinct([best, default, full]), f"{sweep.method}: held-out")
     if not default.records:  # the calibrated settings are the uncalibrated ones
@@ -227,17 +229,17 @@ def _judged(sweep: Sweep, plan: Plan, task: TaskSet, default: Trial, tuned: Meas
 
 
 def _earlier_looks(folder: Path, digest: str, held_out: str) -> int:
-    """Counts the other calibrations of the method, with another margin, grid or rule, that the same held-out samples
-    judged: who asks often enough is told yes by chance."""
+    """Count the other calibrations of the method, with another margin, grid or rule, judged on the same held-out
+    samples: repeated looks find a passing setting by chance."""
     count = 0
     for path in folder.glob("*/calibration.json"):
         try:
-            found = json.loads(path.read_bytes())
+            content = json.loads(path.read_bytes())
         except (OSError, ValueError):
             continue
-        if not isinstance(found, dict) or found.get("hash") == digest or found.get("chosen") is None:
+        if not isinstance(content, dict) or content.get("hash") == digest or content.get("chosen") is None:
             continue
-        count += found.get("sets", {}).get("held_out", {}).get("fingerprint") == held_out
+        count += content.get("sets", {}).get("held_out", {}).get("fingerprint") == held_out
     return count
 
 

@@ -107,15 +107,17 @@ def search(sweep: Sweep, plan: LayerPlan, rule: Rule, task: TaskSet, num_layers:
     trials = [sweep.trial({SETTING: write_table(table)}, task) for table in tables]
     full = sweep.full(task)
     sweep.measure([*trials, full], f"{sweep.method}: {num_layers} layers x {len(plan.tiers) - 1}")
-    base, *found = (evaluate(trial, full, rule) for trial in trials)
-    for measured in (base, *found):
+    base, *measured_layers = (evaluate(trial, full, rule) for trial in trials)
+    for measured in (base, *measured_layers):
         if measured.num_failed or rule.criterion not in measured.losses:
             raise ValueError(
                 f"{measured.num_failed} answers did not end well at {SETTING}={measured.settings[SETTING]}, whose loss "
                 "is then not known; choose gentler precisions (calibrate.layers.tiers) or another task"
             )
-    own = [LayerTrial(layer=n, tier=tier, measured=item) for (n, tier), item in zip(wanted, found, strict=True)]
-    result = LayerSearch(plan=plan, base=base, trials=own)
+    layer_trials = [
+        LayerTrial(layer=n, tier=tier, measured=item) for (n, tier), item in zip(wanted, measured_layers, strict=True)
+    ]
+    result = LayerSearch(plan=plan, base=base, trials=layer_trials)
     result.path = [
         (write_table([plan.tiers[i] for i in at]), loss)
         for at, loss in greedy(*_by_layer(result, rule.criterion, num_layers), base.losses[rule.criterion].value or 0.0)
@@ -123,12 +125,14 @@ def search(sweep: Sweep, plan: LayerPlan, rule: Rule, task: TaskSet, num_layers:
     return result, Stage(parameter=SETTING, values=tuple(spaced([table for table, _ in result.path], plan.points)))
 
 
-def _by_layer(found: LayerSearch, criterion: str, num_layers: int) -> tuple[list[list[float]], list[list[float]]]:
+def _by_layer(
+    search_result: LayerSearch, criterion: str, num_layers: int
+) -> tuple[list[list[float]], list[list[float]]]:
     """Loss and bytes of the whole model with one layer at each precision, and the others as usual."""
-    tiers = found.plan.tiers
-    base = found.base.losses[criterion].value or 0.0, found.base.resident_bytes
+    tiers = search_result.plan.tiers
+    base = search_result.base.losses[criterion].value or 0.0, search_result.base.resident_bytes
     losses, sizes = ([[end] * len(tiers) for _ in range(num_layers)] for end in base)
-    for trial in found.trials:
+    for trial in search_result.trials:
         losses[trial.layer][tiers.index(trial.tier)] = trial.measured.losses[criterion].value or 0.0
         sizes[trial.layer][tiers.index(trial.tier)] = trial.measured.resident_bytes
     return losses, sizes

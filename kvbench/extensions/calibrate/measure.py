@@ -47,7 +47,7 @@ class Sweep:
         self._begun: set[str] = set()  # trials that this sweep has measured; resume=false starts the others again
 
     def of(self, method: str) -> "Sweep":
-        """The sweep of another method, from the settings of its file on."""
+        """Sweep of another method, based on the settings of its file."""
         changed = copy_config(self.cfg)
         changed.method = method_settings(method)
         return Sweep(changed, method, self.parts, folder=self.folder, prompts=self.prompts)
@@ -64,7 +64,7 @@ class Sweep:
         return Trial(settings={}, experiment=prepare(RunConfig.read(self.cfg).of_full(), FULL, self.parts, task))
 
     def measure(self, trials: Sequence[Trial], label: str) -> None:
-        """Fills the records of trials on the same samples, from their journals as far as they go."""
+        """Complete the records of trials on the same samples, from their journals first."""
         requests = trials[0].experiment.task.requests
         batch = trials[0].experiment.engine.most_requests
         with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""`calibrate what=offsets` measures the mean keys of a model, which `store.key_offset` takes off its keys."""
+"""`calibrate what=offsets` measures the mean keys of a model, which `store.key_offset` subtracts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class _Keys(Looks):
 
 @torch.no_grad()
 def measure_offsets(loaded: "LoadedModel", requests: "Sequence[Request]", advance: Advance = lambda: None) -> Tensor:
-    """The mean key of each KV head behind its rotary embedding; the model gets its own attention back.
+    """Measure the mean key of each KV head after its rotary embedding; restores the model's attention.
 
     Returns:
         fp64 [layers, KV heads x D]: the mean over all tokens of the prompts, each alike.
@@ -43,5 +43,5 @@ def measure_offsets(loaded: "LoadedModel", requests: "Sequence[Request]", advanc
     """
     looks, prompts = _Keys(), [list(request.prompt) for request in requests]
     look_at(loaded, ScoreSpec(statistic=looks), prompts, advance)
-    sums = [sum((own for (own,) in parts), torch.zeros(())) for _, parts in sorted(looks.found.items())]
+    sums = [sum((keys for (keys,) in parts), torch.zeros(())) for _, parts in sorted(looks.collected.items())]
     return torch.stack(sums) / sum(map(len, prompts))

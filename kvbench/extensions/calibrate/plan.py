@@ -25,8 +25,9 @@ Number = int | float | str  # a budget in bytes is written `8MiB`
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """Which setting is chosen, and when one is good enough: its loss in `criterion` against the full cache is within
-    the margin. `cheapest` chooses the fewest bytes among the good ones; `paper` the highest score, good or not."""
+    """Rule that chooses a setting: good ones lose at most the margin in `criterion` against the full cache.
+
+    `cheapest` chooses the fewest bytes among the good ones; `paper` the highest score, good or not."""
 
     name: str = CHEAPEST
     criterion: str
@@ -64,7 +65,7 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Everything that decides a calibration, beside the experiment's own settings; samples are counted per subset."""
+    """Settings of a calibration, in addition to the experiment's; samples are counted per subset."""
 
     stages: tuple[Stage, ...]
     raised: Mapping[str, tuple[str, Number]]

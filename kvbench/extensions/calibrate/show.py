@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvbench.config.files import FULL
-from kvbench.extensions.calibrate.choose import ALLOWED, Measured, beside, settings_text, value_text
+from kvbench.extensions.calibrate.choose import ALLOWED, Measured, losses_by_value, settings_text, value_text
 from kvbench.extensions.calibrate.layers import LayerSearch
 from kvbench.extensions.calibrate.plan import PAPER, Rule
 from kvbench.extensions.calibrate.write import Choice, Result, StageResult
@@ -117,10 +117,10 @@ def _row(table: Table, name: str, point: Measured, mark: str, rule: Rule) -> Non
     table.add_row(name, score, *losses, format_bytes(point.resident_bytes), ratio, failed or mark)
 
 
-def _layer_table(found: LayerSearch, rule: Rule) -> Table:
+def _layer_table(search: LayerSearch, rule: Rule) -> Table:
     """The cost of one layer alone at each precision."""
-    lost, costs = LOSSES[rule.criterion], found.costs(rule.criterion)
-    table = terminal.plain_table(f"{lost.short}, of one layer alone beside {found.plan.usual}")
+    lost, costs = LOSSES[rule.criterion], search.costs(rule.criterion)
+    table = terminal.plain_table(f"{lost.short}, of one layer alone beside {search.plan.usual}")
     for heading in ("layer", *costs):
         table.add_column(heading, justify="right")
     for layer, row in enumerate(zip(*costs.values(), strict=True)):
@@ -129,7 +129,7 @@ def _layer_table(found: LayerSearch, rule: Rule) -> Table:
 
 
 def _stage_table(item: StageResult, rule: Rule) -> Table:
-    text = beside(item.points, item.stage.parameter)
+    text = losses_by_value(item.points, item.stage.parameter)
     title = f"{item.stage.parameter} on {item.points[0].num_samples} tuning samples" + (f" ({text})" if text else "")
     table = _table(title, item.stage.parameter, rule)
     _row(table, FULL, item.full, "", rule)
@@ -154,7 +154,7 @@ def _held_out_table(result: Result, choice: Choice) -> Table:
 
 
 def draw(result: Result) -> list[Path]:
-    """Draws one column per tuned setting and writes `calibration.png` and `.svg`; the same calibration gives the same
+    """Draw one column per tuned setting and write `calibration.png` and `.svg`; the same calibration gives the same
     bytes on the same matplotlib."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -178,12 +178,12 @@ def draw(result: Result) -> list[Path]:
         _series(top, item, quality, lost.scale, QUALITY, "o")
         _verdict(top, item, judged[0], lost.scale, num)
         _loss_scale(top, margin)
-        text = beside(item.points, item.stage.parameter)
+        text = losses_by_value(item.points, item.stage.parameter)
         top.set_title(f"{item.stage.parameter} ({text})" if text else item.stage.parameter, fontsize=10)
         ratios = [point.bytes_ratio for point in item.points]
         _series(bottom, item, ratios, memory.scale, MEMORY, "s")
         _verdict(bottom, item, judged[1], memory.scale, num)
-        most = max(memory.scale * (found.high or found.value or 0) for found in ratios)
+        most = max(memory.scale * (ratio.high or ratio.value or 0) for ratio in ratios)
         bottom.set_ylim(0, max(bottom.get_ylim()[1], 1.12 * most))  # all stages share it
         labels = [value_text(value).strip("()").replace(", ", "\n") for value in item.stage.values]
         bottom.set_xticks(range(len(item.points)), labels)
@@ -223,11 +223,13 @@ def _loss_scale(axes: "Axes", margin: float) -> None:
 
 
 def _series(
-    axes: "Axes", item: StageResult, found: Sequence[Estimate | None], scale: float, colour: str, marker: str
+    axes: "Axes", item: StageResult, estimates: Sequence[Estimate | None], scale: float, colour: str, marker: str
 ) -> None:
     """Values with their 95 % intervals, joined by a thin line because the grid has an order, and a ring around the
     choice."""
-    points = [(x, estimate) for x, estimate in enumerate(found) if estimate is not None and estimate.value is not None]
+    points = [
+        (x, estimate) for x, estimate in enumerate(estimates) if estimate is not None and estimate.value is not None
+    ]
     style: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 5, "linewidth": 1}
     _errorbar(axes, points, scale, **style, label="tuning samples, 95 % interval")
     ring: dict[str, Any] = {"marker": "o", "markersize": 13, "fillstyle": "none", "markeredgewidth": 1.6}
@@ -237,12 +239,12 @@ def _series(
     axes.grid(axis="y", alpha=0.3)
 
 
-def _verdict(axes: "Axes", item: StageResult, found: Estimate | None, scale: float, num_samples: int) -> None:
+def _verdict(axes: "Axes", item: StageResult, estimate: Estimate | None, scale: float, num_samples: int) -> None:
     """The choice on the held-out samples."""
-    if found is None or found.value is None or item.chosen is None:
+    if estimate is None or estimate.value is None or item.chosen is None:
         return
     label = f"chosen, on {num_samples} held-out samples"
-    point = [(item.chosen + 0.25, found)]
+    point = [(item.chosen + 0.25, estimate)]
     _errorbar(axes, point, scale, color=HELD_OUT, marker="D", markersize=6, linestyle="none", label=label)
 
 

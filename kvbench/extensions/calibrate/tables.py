@@ -36,10 +36,10 @@ Advance = Callable[[], object]
 
 def gates(cfg: DictConfig) -> int:
     """Measures the gates and writes them; see conf/command/gates.yaml."""
-    own = cfg.gates
-    check_whole("gates.sinks", own.sinks, 0)
-    check_whole("gates.recent", own.recent, 1)
-    measure = partial(measure_gates, sinks=own.sinks, recent=own.recent)
+    settings = cfg.gates
+    check_whole("gates.sinks", settings.sinks, 0)
+    check_whole("gates.recent", settings.recent, 1)
+    measure = partial(measure_gates, sinks=settings.sinks, recent=settings.recent)
     return write_table(cfg, "gates", measure, "KV heads", "duo_attention method.table")
 
 
@@ -50,20 +50,20 @@ def centres(cfg: DictConfig) -> int:
 
 def books(cfg: DictConfig) -> int:
     """Measures the codebooks and writes them; see conf/command/books.yaml."""
-    own = cfg.books
-    check_whole("books.sinks", own.sinks, 0)
-    Number(0, 0.5).check("books.outside", own.outside)
-    measure = partial(measure_books, outside=own.outside, sinks=own.sinks)
+    settings = cfg.books
+    check_whole("books.sinks", settings.sinks, 0)
+    Number(0, 0.5).check("books.outside", settings.outside)
+    measure = partial(measure_books, outside=settings.outside, sinks=settings.sinks)
     return write_table(cfg, "books", measure, "numbers", "kvquant method.books", form=".6g")
 
 
 def scales(cfg: DictConfig) -> int:
     """Measures the scales of fp8 and writes them; see conf/command/scales.yaml."""
-    own = cfg.scales
-    check_name("scales.per", own.per, ("tensor", "head"))
-    check_name("scales.tokens", own.tokens, ("task", "random"))
-    seed = int(cfg.seed) if own.tokens == "random" else None
-    measure = partial(measure_scales, by_head=own.per == "head", seed=seed)
+    settings = cfg.scales
+    check_name("scales.per", settings.per, ("tensor", "head"))
+    check_name("scales.tokens", settings.tokens, ("task", "random"))
+    seed = int(cfg.seed) if settings.tokens == "random" else None
+    measure = partial(measure_scales, by_head=settings.per == "head", seed=seed)
     return write_table(cfg, "scales", measure, "numbers", "fp8 method.scales", form=".9g")
 
 
@@ -96,8 +96,8 @@ def write_table(
 def measure_gates(
     loaded: "LoadedModel", requests: "Sequence[Request]", sinks: int, recent: int, advance: Advance = lambda: None
 ) -> Tensor:
-    """The mean share of attention that answer positions give to tokens between the first `sinks` and the `recent` ones,
-    up to and with the position itself; the model gets its own attention back.
+    """Measure the mean share of attention of answer positions on tokens between the first `sinks` and the `recent`
+    ones, up to and including the position itself; restores the model's attention.
 
     Returns:
         fp32 [layers, KV heads] of those that see everything, in [0, 1]: the mean over the prompts, their answer
@@ -118,8 +118,8 @@ def measure_gates(
             tokens = torch.tensor([[*prompt, *request.gold[:-1]]], device=model.device)
             out = model(input_ids=tokens, output_attentions=True, logits_to_keep=1, use_cache=False)
             rows = torch.arange(len(prompt) - 1, tokens.shape[1], device=model.device)
-            place = torch.arange(tokens.shape[1], device=model.device)
-            far = (place >= sinks) & (place <= rows[:, None] - recent)
+            positions = torch.arange(tokens.shape[1], device=model.device)
+            far = (positions >= sinks) & (positions <= rows[:, None] - recent)
             for layer, number in enumerate(layers):
                 share = (out.attentions[number][0, :, rows].float() * far).sum(-1).mean(-1)  # [query heads]
                 total[layer] += share.view(num_kv_heads, -1).mean(1).cpu()
@@ -131,13 +131,13 @@ def measure_gates(
 
 @dataclass(frozen=True)
 class Looks(Statistic):
-    """Sees every layer's tensors of a prompt as they were before the rotary embedding, and scores nothing."""
+    """Statistic that collects every layer's tensors of a prompt before the rotary embedding, and scores nothing."""
 
-    found: dict[int, list[tuple[Tensor, ...]]] = field(default_factory=dict, compare=False)
+    collected: dict[int, list[tuple[Tensor, ...]]] = field(default_factory=dict, compare=False)
     needs: ClassVar[frozenset[Need]] = frozenset({"before_rope"})
 
     def of_prompt(self, seen: LayerTensors) -> Tensor:
-        self.found.setdefault(seen.layer, []).append(self.look(seen))
+        self.collected.setdefault(seen.layer, []).append(self.look(seen))
         return torch.zeros(seen.k.shape[:2], device=seen.k.device)
 
     def look(self, seen: LayerTensors) -> tuple[Tensor, ...]:
@@ -179,7 +179,7 @@ class _Largest(Looks):
 
 
 def look_at(loaded: "LoadedModel", score: ScoreSpec, prompts: list[list[int]], advance: Advance) -> None:
-    """Reads prompts under the full cache with a statistic that looks; the model gets its own attention back."""
+    """Read prompts under the full cache with a collecting statistic; restores the model's attention."""
     policy, before = Policy(), loaded.model.config.get_text_config()._attn_implementation
     policy.score = score
     try:
@@ -195,8 +195,8 @@ def look_at(loaded: "LoadedModel", score: ScoreSpec, prompts: list[list[int]], a
 
 @torch.no_grad()
 def measure_centres(loaded: "LoadedModel", requests: "Sequence[Request]", advance: Advance = lambda: None) -> Tensor:
-    """The mean query of each head before its rotary embedding, and the mean length of its pairs of channels; the model,
-    which needs a plain rotary embedding, gets its own attention back.
+    """Measure the mean query of each head before its rotary embedding, and the mean length of its pairs of channels;
+    needs a plain rotary embedding, and restores the model's attention.
 
     Returns:
         fp64 [layers, query heads x 3 D / 2]: per query head D numbers of the mean query, then D / 2 mean lengths.
@@ -206,7 +206,7 @@ def measure_centres(loaded: "LoadedModel", requests: "Sequence[Request]", advanc
     """
     looks, prompts = _Queries(), [list(request.prompt) for request in requests]
     look_at(loaded, ScoreSpec(statistic=looks, prefill_queries=ALL_QUERIES), prompts, advance)
-    sums = [sum((own for (own,) in parts), torch.zeros(())) for _, parts in sorted(looks.found.items())]
+    sums = [sum((queries for (queries,) in parts), torch.zeros(())) for _, parts in sorted(looks.collected.items())]
     return torch.stack(sums) / sum(map(len, prompts))
 
 
@@ -214,8 +214,8 @@ def measure_centres(loaded: "LoadedModel", requests: "Sequence[Request]", advanc
 def measure_books(
     loaded: "LoadedModel", requests: "Sequence[Request]", outside: float, sinks: int, advance: Advance = lambda: None
 ) -> Tensor:
-    """The tables of each layer's codes, and the scale and zero of each of its key channels; the model, which needs a
-    plain rotary embedding, gets its own attention back.
+    """Measure the tables of each layer's codes, and the scale and zero of each of its key channels; needs a plain
+    rotary embedding, and restores the model's attention.
 
     Args:
         requests: Prompts; their keys and values are held all at once, in 8 bytes x channels x tokens.
@@ -233,8 +233,8 @@ def measure_books(
         raise ValueError(f"books.sinks={sinks} leaves no token of any prompt; give less, or a longer task.length")
     look_at(loaded, ScoreSpec(statistic=looks), prompts, advance)
     rows = []
-    for layer in sorted(looks.found):
-        keys, values = (torch.cat(parts, 1) for parts in zip(*looks.found.pop(layer), strict=True))
+    for layer in sorted(looks.collected):
+        keys, values = (torch.cat(parts, 1) for parts in zip(*looks.collected.pop(layer), strict=True))
         rows.append(_books_of_layer(keys, values, outside))
     return torch.stack(rows)
 
@@ -247,12 +247,13 @@ def measure_scales(
     seed: int | None = None,
     advance: Advance = lambda: None,
 ) -> Tensor:
-    """What each layer's keys and values are divided by to become e4m3 floats; the model gets its own attention back.
+    """Measure the scales by which each layer's keys and values are divided to become e4m3 floats; restores the model's
+    attention.
 
     Args:
         requests: Prompts.
         by_head: One number for each KV head; otherwise one for all of them.
-        seed: Random tokens take the prompts' places, and this says which; None = the prompts themselves.
+        seed: Seed of random tokens that replace the prompts; None = the prompts themselves.
 
     Returns:
         fp32 [layers, 2 or 2 x KV heads], those of keys first: the largest number over 448, the largest float; of random
@@ -268,7 +269,7 @@ def measure_scales(
         most = loaded.model.config.get_text_config().vocab_size
         prompts = [torch.randint(most, (len(prompt),), generator=make).tolist() for prompt in prompts]
     look_at(loaded, ScoreSpec(statistic=looks), prompts, advance)
-    largest = torch.stack([torch.stack([x for (x,) in parts]).amax(0) for _, parts in sorted(looks.found.items())])
+    largest = torch.stack([torch.stack([x for (x,) in parts]).amax(0) for _, parts in sorted(looks.collected.items())])
     if not by_head:
         largest = largest.amax(-1, keepdim=True)
     return (largest / torch.tensor(room)[:, None]).clamp(min=torch.finfo(torch.float32).eps).flatten(1)
@@ -297,13 +298,13 @@ def _counts(x: Tensor, zero: Tensor, scale: Tensor) -> Tensor:
 def table_of(counts: Tensor, size: int) -> Tensor:
     """The levels that numbers are nearest to in the mean, by k-means in one dimension: int64 [size], ascending, each
     level once, from fp64 [255 * FINE + 1] how many numbers lie in each bin."""
-    place = torch.arange(len(counts), dtype=torch.float64) / FINE
-    number, total = (torch.cat([x.new_zeros(1), x.cumsum(0)]) for x in (counts, counts * place))
+    levels = torch.arange(len(counts), dtype=torch.float64) / FINE
+    number, total = (torch.cat([x.new_zeros(1), x.cumsum(0)]) for x in (counts, counts * levels))
     share = (torch.arange(size, dtype=torch.float64) + 0.5) / size * number[-1]
-    centre = place[torch.searchsorted(number[1:], share).clamp(max=len(place) - 1)]
+    centre = levels[torch.searchsorted(number[1:], share).clamp(max=len(levels) - 1)]
     for _ in range(ROUNDS):
-        edge = torch.searchsorted(place, (centre[1:] + centre[:-1]) / 2)
-        edge = torch.cat([edge.new_zeros(1), edge, edge.new_tensor([len(place)])])
+        edge = torch.searchsorted(levels, (centre[1:] + centre[:-1]) / 2)
+        edge = torch.cat([edge.new_zeros(1), edge, edge.new_tensor([len(levels)])])
         held = number[edge].diff()
         moved = torch.where(held > 0, total[edge].diff() / held.clamp(min=1), centre)
         if torch.equal(moved, centre):

@@ -23,8 +23,8 @@ DIGITS = 5  # significant digits in the file for people; the JSON has them all
 
 @dataclass(kw_only=True)
 class StageResult:
-    """A stage, what was measured of each of its values and of the full cache on the tuning samples, and the index of
-    the choice, if any, with its reason."""
+    """A stage, the measurements of its values and of the full cache on the tuning samples, and the index of the choice,
+    if any, with its reason."""
 
     stage: Stage
     points: list[Measured]
@@ -62,14 +62,14 @@ class Choice:
         return self.held_out.within
 
     def refuted(self, rule: Rule) -> bool:
-        """The 95 % interval of the loss on the held-out samples lies above the margin."""
+        """True where the 95 % interval of the loss on the held-out samples lies above the margin."""
         low = self.held_out.losses[rule.criterion].low
         return low is not None and low > rule.margin
 
 
 @dataclass(kw_only=True)
 class Result:
-    """A calibration, as far as it got."""
+    """A calibration, possibly unfinished."""
 
     plan: Plan
     method: str
@@ -83,7 +83,7 @@ class Result:
     choice: Choice | None = None
     """None when a stage found no value that is good enough."""
     data: dict = field(default_factory=dict)
-    """Which problems these are: `sources`, `settings` and `remark`."""
+    """The problems: `sources`, `settings` and `remark`."""
     sets: dict = field(default_factory=dict)
     """`tuning` and `held_out`: fingerprint, number and names of the samples."""
     false_confirmations: float | None = None
@@ -156,9 +156,9 @@ def _file(result: Result, choice: Choice) -> dict:
     }
 
 
-def _sensitivity(found: LayerSearch, criterion: str) -> dict:
-    table = {tier: list(map(_rounded, costs)) for tier, costs in found.costs(criterion).items()}
-    return {"tiers": list(found.plan.tiers), "around": found.plan.around, "loss": table}
+def _sensitivity(search: LayerSearch, criterion: str) -> dict:
+    table = {tier: list(map(_rounded, costs)) for tier, costs in search.costs(criterion).items()}
+    return {"tiers": list(search.plan.tiers), "around": search.plan.around, "loss": table}
 
 
 def _origin(result: Result) -> dict:
@@ -167,7 +167,7 @@ def _origin(result: Result) -> dict:
     counted = ("fingerprint", "num_samples")
     settings = {name: value for name, value in run.identity["method"].items() if not name.startswith("_")}
     paths = [path for folder in ("extensions/calibrate", "stats") for path in (package_folder() / folder).glob("*.py")]
-    own = {f"{path.parent.name}/{path.name}": path for path in paths}
+    sources = {f"{path.parent.name}/{path.name}": path for path in paths}
     return {
         "target": f"{type(run.policy).__module__}.{type(run.policy).__qualname__}",
         "replaces": {name: settings[name] for name in tuned},
@@ -184,7 +184,7 @@ def _origin(result: Result) -> dict:
         "code": {
             "harness": run.identity["code"]["harness"],
             "method": method_hash(run.policy),
-            "calibrate": hash_files(own),
+            "calibrate": hash_files(sources),
             "backend": run.backend,
         },
         "versions": asdict(provenance.versions()),
@@ -217,7 +217,7 @@ def _rounded(value: float | None) -> float | None:
 def _everything(result: Result) -> dict:
     """All measurements, each sample's included."""
     choice = result.choice
-    own = ("method", "hash", "data", "false_confirmations", "looks", "sets", "prompts_read", "prompts_reused")
+    names = ("method", "hash", "data", "false_confirmations", "looks", "sets", "prompts_read", "prompts_reused")
     return {
         "plan": asdict(result.plan),
         "layers": None if result.layers is None else asdict(result.layers),
@@ -225,7 +225,7 @@ def _everything(result: Result) -> dict:
         "chosen": None if choice is None else choice.settings,
         **(dict.fromkeys(item.name for item in fields(Choice)) if choice is None else asdict(choice)),
         "confirmed": choice is not None and choice.confirmed,
-        **{name: getattr(result, name) for name in own},
+        **{name: getattr(result, name) for name in names},
         "rule": result.plan.rule.text(),
         "origin": _origin(result),
         "machine": asdict(provenance.machine(result.default.model.device)),

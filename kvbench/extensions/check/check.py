@@ -13,7 +13,7 @@ from kvbench.errors import unknown_name
 from kvbench.show.progress import note
 
 TESTS = "test_conformance*.py"
-# What holds for files of the repository alone: the list of its methods, and the style of their files.
+# Tests for files of the repository alone: the list of its methods, and the style of their files.
 OF_THE_REPOSITORY = (
     *("test_methods_are_found", "test_settings_file_is_complete", "test_method_files_are_short"),
     *("test_the_list_of_eviction_methods_is_long", "test_the_list_is_long"),
@@ -24,11 +24,11 @@ def main(cfg: DictConfig) -> int:
     """Run the tests in a process of their own; returns 0 where all pass."""
     if cfg.place is None:
         raise ValueError("give a folder with method/NAME.yaml, or a Python file with one method: kvbench check mine")
-    place = Path(str(cfg.place)).expanduser()
-    with files.with_own_folders([place]):  # refuses what is neither
-        names = sorted(files.options("method", Path(os.path.realpath(place))))
+    path = Path(str(cfg.place)).expanduser()
+    with files.with_config_dirs([path]):  # refuses what is neither
+        names = sorted(files.options("method", Path(os.path.realpath(path))))
     if not names:
-        raise ValueError(f"{place} has no method/NAME.yaml; `kvbench help methods` shows what kvbench has")
+        raise ValueError(f"{path} has no method/NAME.yaml; `kvbench help methods` shows what kvbench has")
     folder = files.package_folder().parent / "tests" / "methods"
     paths = sorted(folder.glob(TESTS))
     if not paths or find_spec("pytest") is None:
@@ -39,5 +39,5 @@ def main(cfg: DictConfig) -> int:
     chosen = " and not ".join(["", *OF_THE_REPOSITORY]).removeprefix(" and ")
     words = ["-k", f"({cfg.only}) and {chosen}" if cfg.only else chosen, *(["-m", ""] if cfg.all_cases else [])]
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *words, *map(str, paths)]
-    environment = os.environ | {"KVBENCH_CHECKED": os.path.realpath(place)}
+    environment = os.environ | {"KVBENCH_CHECKED": os.path.realpath(path)}
     return subprocess.run(command, cwd=folder.parents[1], env=environment, check=False).returncode

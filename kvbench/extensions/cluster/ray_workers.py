@@ -1,7 +1,7 @@
 """A suite's items on Ray: an actor for each worker keeps the model loaded, and takes items from this process's queue.
 
-The items are the jobs of a sweep, so that `status` tells how they stand. An item whose worker dies goes to another, and
-a new worker comes in the dead one's place. What Ray does is behind `Crew`.
+The items are the jobs of a sweep, so that `status` shows their states. An item whose worker dies goes to another, and a
+new worker replaces the dead one. `Crew` is the interface to Ray.
 """
 
 import os
@@ -40,14 +40,14 @@ Member = Any  # what a crew names a worker by
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a worker says of an item, or, with neither answers nor seconds, that it is ready."""
+    """Report of a worker on an item or, with neither answers nor seconds, that it is ready."""
 
     host: str
     process: int
     answers: int = 0
     work_s: float = 0.0
     message: str = ""
-    """What ended single runs; empty where nothing did."""
+    """Errors that ended single runs; empty without any."""
 
 
 class Crew(Protocol):
@@ -60,28 +60,28 @@ class Crew(Protocol):
         """All items, as a worker finds them."""
 
     def give(self, member: Member, item: "Item", log: Path) -> None:
-        """Let a worker that is ready do an item, and write what it says into a file."""
+        """Assign an item to a ready worker, with its output in a file."""
 
     def next(self, timeout_s: float) -> tuple[Member, Report | None] | None:
-        """Wait for the next report of any worker: None of one that died; None where nobody said anything."""
+        """Wait for the next report of any worker: its report is None where it died; None at the timeout."""
 
 
 class Hand:
-    """A worker in a process of its own, as an actor or otherwise."""
+    """A worker in a separate process, as an actor or otherwise."""
 
-    def __init__(self, jobs: Sequence[Sequence[str]], place: Path, own: tuple[Path, ...]) -> None:
-        self._jobs, self._own, self._stack = jobs, own, ExitStack()
-        self._stack.enter_context(at_home(place, own))
+    def __init__(self, jobs: Sequence[Sequence[str]], directory: Path, config_dirs: tuple[Path, ...]) -> None:
+        self._jobs, self._config_dirs, self._stack = jobs, config_dirs, ExitStack()
+        self._stack.enter_context(at_home(directory, config_dirs))
 
     @cached_property
     def _worker(self) -> "Worker":
-        """The worker, made by the first call: what is wrong with the jobs is an error of that."""
+        """The worker, made by the first call, which raises errors of the jobs."""
         from kvbench.extensions.suite.worker import Worker
 
-        return Worker(self._jobs, name="ray", flags=config_dir_flags(self._own))
+        return Worker(self._jobs, name="ray", flags=config_dir_flags(self._config_dirs))
 
     def ready(self) -> Report:
-        """Say where it is, once it has read the jobs."""
+        """Report host and process, once the jobs are read."""
         assert self._worker
         return Report(host=socket.gethostname(), process=os.getpid())
 
@@ -90,7 +90,7 @@ class Hand:
         return self._worker.items(prompts)
 
     def work(self, item: "Item", folder: Path) -> Report:
-        """Do an item; what is said goes into a file of its own in a folder."""
+        """Do an item, with its output in a separate file in a folder."""
         with logged(folder / f"{self._worker.name}.log", f"[{item}] "):
             done = self._worker.work([item])
             for error in done.errors:
@@ -106,7 +106,7 @@ def carry_out(
     """Let workers on Ray do all items of a suite.
 
     Returns:
-        What holds the runs of this machine to those of the workers, before it joins these; None where items failed.
+        A check that the runs of this machine are those of the workers, to call before merging; None where items failed.
     """
     size, prompts = check_whole("ray", cfg.ray, 1), check_whole("item_prompts", cfg.item_prompts, 1)
     if find_spec("ray") is None:
@@ -131,22 +131,22 @@ def share_out(crew: Crew, items: "Sequence[Item]", sweep: Sweep, size: int) -> b
     Raises:
         ValueError: Workers die before they are ready.
     """
-    waiting, tries = deque(range(1, len(items) + 1)), Counter[int]()
+    pending, tries = deque(range(1, len(items) + 1)), Counter[int]()
     ready: deque[tuple[Member, Report]] = deque()
     held: dict[Member, tuple[int, JobRecord, ExitStack]] = {}
     early, failed = 0, list[int]()
     with ExitStack() as stack, Progress(f"{size} workers on Ray", len(items), unit="items") as progress:
-        while waiting or held:
-            while waiting and ready:
-                (member, at), number = ready.popleft(), waiting.popleft()
+        while pending or held:
+            while pending and ready:
+                (member, at), number = ready.popleft(), pending.popleft()
                 job = stack.enter_context(ExitStack())
                 held[member] = number, job.enter_context(sweep.job(number, at.host, at.process)), job
                 crew.give(member, items[number - 1], sweep.folder)
-            found = crew.next(WAIT_S)
+            message = crew.next(WAIT_S)
             progress.show()
-            if found is None:
+            if message is None:
                 continue
-            member, report = found
+            member, report = message
             number, record, job = held.pop(member, (0, JobRecord(), ExitStack()))
             if report is None:
                 early += not number
@@ -156,12 +156,12 @@ def share_out(crew: Crew, items: "Sequence[Item]", sweep: Sweep, size: int) -> b
                     )
                 if number:
                     tries[number] += 1
-                    given_up = tries[number] == MOST_TRIES
-                    what = f"the {MOST_TRIES}rd at it: it is given up" if given_up else "it goes to another"
+                    is_dropped = tries[number] == MOST_TRIES
+                    what = f"the {MOST_TRIES}rd at it: it is given up" if is_dropped else "it goes to another"
                     record.message = f"worker {record.process} on {record.host} died at {items[number - 1]}, {what}"
                     note(record.message)
-                    record.code = endings.EXIT_FAILED if given_up else None
-                    (failed.append if given_up else waiting.appendleft)(number)
+                    record.code = endings.EXIT_FAILED if is_dropped else None
+                    (failed.append if is_dropped else pending.appendleft)(number)
             else:
                 ready.append((member, report))
                 if number:
@@ -179,13 +179,13 @@ def share_out(crew: Crew, items: "Sequence[Item]", sweep: Sweep, size: int) -> b
 def check_same(items: "Sequence[Item]", jobs: "Jobs") -> None:
     """Refuse to join where this process would make other runs than the workers made."""
     from kvbench.extensions.suite.worker import digest
-    from kvbench.runs import together
+    from kvbench.runs import cross_run_batch
     from kvbench.runs.experiment import prepared
 
     known = {item.runs for item in items}
-    for numbers in together.groups([job.cfg for job in jobs.waiting]):
-        asked = [(jobs.waiting[number].cfg, jobs.waiting[number].method) for number in numbers]
-        experiments = prepared(asked, jobs.loaders)
+    for numbers in cross_run_batch.groups([job.cfg for job in jobs.pending]):
+        run_requests = [(jobs.pending[number].cfg, jobs.pending[number].method) for number in numbers]
+        experiments = prepared(run_requests, jobs.loaders)
         if experiments and digest(one.hash for one in experiments) not in known:
             raise ValueError(
                 f"this machine would make other runs of {experiments[0].task.name} than the workers on Ray did: it has "
@@ -234,41 +234,41 @@ class _OnRay:
 
         actor: Any = ray.remote(Hand)
         self._make = actor.options(max_restarts=0, **resources).remote
-        self._given = jobs, Path.cwd(), files.own_folders()
-        self._asked: dict[Any, Member] = {}  # by what Ray will give
+        self._arguments = jobs, Path.cwd(), files.config_dirs()
+        self._pending: dict[Any, Member] = {}  # by what Ray will give
 
     def hire(self) -> Member:
         """Start an actor."""
-        member = self._make(*self._given)
-        self._asked[member.ready.remote()] = member
+        member = self._make(*self._arguments)
+        self._pending[member.ready.remote()] = member
         return member
 
     def items(self, member: Member, prompts: int) -> "list[Item]":
         """All items."""
-        found = _got(member.items.remote(prompts))
-        if found is None:
+        items = _got(member.items.remote(prompts))
+        if items is None:
             raise ValueError("the worker that read the tasks died; see Ray's logs")
-        return found
+        return items
 
     def give(self, member: Member, item: "Item", log: Path) -> None:
         """Call an actor."""
-        self._asked[member.work.remote(item, log.absolute())] = member
+        self._pending[member.work.remote(item, log.absolute())] = member
 
     def next(self, timeout_s: float) -> tuple[Member, Report | None] | None:
         """Wait for the first call that ends."""
         import ray
 
-        ended, _ = ray.wait(list(self._asked), num_returns=1, timeout=timeout_s)
-        return (self._asked.pop(ended[0]), _got(ended[0])) if ended else None
+        ended, _ = ray.wait(list(self._pending), num_returns=1, timeout=timeout_s)
+        return (self._pending.pop(ended[0]), _got(ended[0])) if ended else None
 
 
-def _got(asked: Any) -> Any:
-    """What a call gave; None where its actor died; raises what it raised."""
+def _got(reference: Any) -> Any:
+    """Result of a remote call; None where its actor died; raises its error."""
     import ray
     from ray.exceptions import RayError, RayTaskError
 
     try:
-        return ray.get(asked)
+        return ray.get(reference)
     except RayTaskError as error:
         raise error.cause from error
     except RayError:

@@ -7,9 +7,9 @@ tools read. `parquet`: a row for each run, and a row for each answer, for DuckDB
 Source: lm-eval 0.4.13, loggers/evaluation_tracker.py and evaluator.py; kvpress evaluation/evaluate.py (get_results_dir,
     save_config, _save_results) and benchmarks/ruler/calculate_metrics.py at 8bb29b9.
 Differs: lm-eval's `arguments` holds the end of the prompt, which is what a journal keeps; `prompt_hash` is over token
-    ids; `results` has `kvbench` beside lm-eval's keys: method, bytes, and the difference to the full cache. kvpress's
-    predictions.csv has no question and no answer prefix, which a journal does not keep; config.yaml has what was
-    measured, under `kvbench`. `compression_ratio` is the nominal one where the method's budget is a share of the
+    ids; `results` has `kvbench` in addition to lm-eval's keys: method, bytes, and the difference to the full cache.
+    kvpress's predictions.csv has no question and no answer prefix, which a journal does not keep; config.yaml has the
+    measurements under `kvbench`. `compression_ratio` is the nominal one where the method's budget is a share of the
     prompt, else one minus the share of bytes that was held.
 """
 
@@ -61,16 +61,16 @@ def file_name(text: str) -> str:
 
 
 def gold_of(record: SampleRecord) -> list[str]:
-    """The right answers; in journals of before, what the task kept beside the sample."""
-    found = record.get("gold")
-    if found is None:
+    """The right answers; in older journals, those that the task kept with the sample."""
+    gold = record.get("gold")
+    if gold is None:
         kept = record["meta"].get("answers", record["meta"].get("answer"))
-        found = kept if isinstance(kept, list) else [] if kept is None else [kept]
-    return [str(one) for one in found]
+        gold = kept if isinstance(kept, list) else [] if kept is None else [kept]
+    return [str(one) for one in gold]
 
 
 def write_lm_eval(runs: Sequence[Stored], to: Path) -> list[Path]:
-    """Write one folder for each run, `<model>__<method>__<hash>`, into a folder; gives the files."""
+    """Write one folder for each run, `<model>__<method>__<hash>`, into a folder; returns the files."""
     written: list[Path] = []
     for run in runs:
         record = run.record
@@ -79,7 +79,7 @@ def write_lm_eval(runs: Sequence[Stored], to: Path) -> list[Path]:
         made = {}
         for subset, samples in by_subset(run).items():
             path = folder / f"samples_{file_name(task_name(run, subset))}_{date}.jsonl"
-            lines = [json.dumps(sample_of(run, place, item)) for place, item in enumerate(samples)]
+            lines = [json.dumps(sample_of(run, index, item)) for index, item in enumerate(samples)]
             made[path] = "".join(f"{line}\n" for line in lines).encode()
         made[folder / f"results_{date}.json"] = json.dumps(plain(results_of(run)), indent=2, allow_nan=False).encode()
         written += write_files(to, made)
@@ -87,12 +87,12 @@ def write_lm_eval(runs: Sequence[Stored], to: Path) -> list[Path]:
 
 
 def first_answers(run: Stored, key: Callable[[SampleRecord], str]) -> dict[str, list[SampleRecord]]:
-    """The first answer to each sample, which is all that others know, by a key of the sample."""
-    found: dict[str, list[SampleRecord]] = {}
+    """First answer to each sample, the only one in other formats, by a key of the sample."""
+    by_sample: dict[str, list[SampleRecord]] = {}
     for sample in run.samples:
         if sample["repeat"] == 0:
-            found.setdefault(key(sample), []).append(sample)
-    return found
+            by_sample.setdefault(key(sample), []).append(sample)
+    return by_sample
 
 
 def by_subset(run: Stored) -> dict[str, list[SampleRecord]]:
@@ -148,7 +148,7 @@ def results_of(run: Stored) -> dict[str, Any]:
 
 def _scores(run: Stored, subsets: Sequence[str]) -> dict[str, Any]:
     """Means and standard errors as lm-eval names them; `N/A` where there is no standard error."""
-    found: dict[str, Any] = {}
+    scores: dict[str, Any] = {}
     chosen = [sample for sample in run.samples if sample["subset"] in subsets]
     for name in run.record.metrics:
         metric, _, filter_name = name.partition(",")
@@ -158,13 +158,13 @@ def _scores(run: Stored, subsets: Sequence[str]) -> dict[str, Any]:
             continue
         strata = weighed([list(part.values()) for part in values.values()], run.record.weighting)
         error = standard_error(strata)
-        found[f"{metric},{key}"] = float(strata.mean())
-        found[f"{metric}_stderr,{key}"] = error[0] if error else "N/A"
-        found["sample_len"] = strata.count
-    return found
+        scores[f"{metric},{key}"] = float(strata.mean())
+        scores[f"{metric}_stderr,{key}"] = error[0] if error else "N/A"
+        scores["sample_len"] = strata.count
+    return scores
 
 
-def sample_of(run: Stored, place: int, sample: SampleRecord) -> dict[str, Any]:
+def sample_of(run: Stored, position: int, sample: SampleRecord) -> dict[str, Any]:
     """One line of samples_TASK_DATE.jsonl."""
     gold, prompt = gold_of(sample), sample.get("prompt")
     doc = {"sample_id": sample["sample_id"], **sample["meta"]}
@@ -173,7 +173,7 @@ def sample_of(run: Stored, place: int, sample: SampleRecord) -> dict[str, Any]:
     scores: Mapping[str, float | None] = sample["scores"]
     index = sample["meta"].get("index")
     return {
-        "doc_id": index if isinstance(index, int) else place,
+        "doc_id": index if isinstance(index, int) else position,
         "doc": doc,
         "target": gold[0] if len(gold) == 1 else str(gold),
         "arguments": {"gen_args_0": {"arg_0": prompt["tail"] if prompt else ""}},
@@ -194,7 +194,7 @@ def _hash(text: str) -> str:
 
 
 def write_parquet(runs: Sequence[Stored], to: Path) -> list[Path]:
-    """Write runs.parquet and samples.parquet into a folder; gives the two files."""
+    """Write runs.parquet and samples.parquet into a folder; returns the two files."""
     answers: list[dict[str, Any]] = []
     for run, sample in [(one, sample) for one in runs for sample in one.samples]:
         prompt = sample.get("prompt")
@@ -222,7 +222,7 @@ def parquet_bytes(rows: Sequence[dict[str, Any]]) -> bytes:
 
 
 def write_leaderboard(runs: Sequence[Stored], to: Path) -> list[Path]:
-    """Write one folder for each run of task=ruler and length, for a submission's `benchmark/`; gives the files."""
+    """Write one folder for each run of task=ruler and length, for a submission's `benchmark/`; returns the files."""
     chosen = [run for run in runs if run.record.task == RULER]
     if not chosen:
         there = ", ".join(sorted({run.record.task for run in runs}))
@@ -270,7 +270,7 @@ def folder_name(record: RunRecord, length: str) -> str:
 
 
 def _model(record: RunRecord) -> str:
-    """Slashes are two dashes there; what else a file name does not take is one."""
+    """Model name in a file name: slashes become two dashes, other forbidden characters one."""
     kept = "".join(char if char.isalnum() or char in ".-_" else "-" for char in record.model.replace("/", "--"))
     return kept.replace("__", "_").lstrip(".")[:80] or "model"
 

@@ -1,8 +1,8 @@
 """Answers requests of a file with torch and transformers alone: `python -m kvbench.extensions.offline.answer FILE`.
 
 Each run's answers go into a journal, as a run's samples do, without scores: what was finished is kept, whatever ends
-the process. The journal's seal is over the identity of the answers, which has the digest of the requests in place of
-the task's fingerprint, so that nobody takes it for a run's.
+the process. The journal's seal is over the identity of the answers, which has the digest of the requests instead of
+the task's fingerprint, so that it is never taken for a run's.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from kvbench.results.journal import run_lock
 from kvbench.results.sample import SampleRecord
 from kvbench.results.shards import Shard
 from kvbench.runs.answers import finish
-from kvbench.runs.config import OWN, RunConfig
+from kvbench.runs.config import FULL_ANSWER, RunConfig
 from kvbench.runs.experiment import NAMES_OF_FILES, Experiment, answering, load_method
 from kvbench.runs.parts import Loaders
 from kvbench.runs.portions import compute_portion
@@ -53,10 +53,10 @@ class OfflineLoaders(Loaders):
     """Loaders where a task's data and libraries need not be."""
 
     def check_task(self, config: Any) -> None:
-        """Whoever wrote the requests has checked it."""
+        """Do nothing: checked when the requests were written."""
 
     def check_chat(self, config: Any) -> None:
-        """Whoever wrote the requests has checked it."""
+        """Do nothing: checked when the requests were written."""
 
 
 @nobody_leaves()
@@ -68,7 +68,7 @@ def answer(
     Args:
         file: The requests.
         answers: Folder that the answers go into.
-        folder: The model's, in place of what the file names.
+        folder: The model's, instead of what the file names.
         methods: Patterns of methods or labels; None = all. The full cache joins them where its answers are forced.
         shard: The portion of the requests.
 
@@ -85,14 +85,14 @@ def answer(
     for number, run in enumerate(runs, 1):
         note(f"{number} of {len(runs)}: {run.label}")
         experiment = _prepare(head, run, requests, parts, folder, answers)
-        if experiment.config.forces_own and run.reference is not None:
+        if experiment.config.forces_full_answer and run.reference is not None:
             experiment = experiment.forcing(full[run.reference])
         portion = shard.part(experiment.task.requests, experiment.engine.group or 1)
-        place = experiment.folder / f"{shard.number}-of-{shard.of}"
-        with run_lock(place):
-            _, found = finish(compute_portion(experiment, place, portion, done=(), say=note, origin=origin))
+        part = experiment.folder / f"{shard.number}-of-{shard.of}"
+        with run_lock(part):
+            _, samples = finish(compute_portion(experiment, part, portion, done=(), say=note, origin=origin))
         if run.method == FULL:
-            full[run.key] = list(found.values())
+            full[run.key] = list(samples.values())
 
 
 def _chosen(head: Head, methods: Sequence[str] | None) -> list[OfflineRun]:
@@ -105,7 +105,7 @@ def _chosen(head: Head, methods: Sequence[str] | None) -> list[OfflineRun]:
         if not fits:
             raise unknown_name("methods", pattern, [run.label for run in head.runs])
         wanted |= {run.key for run in fits}
-        wanted |= {run.reference for run in fits if run.reference and run.settings["fidelity"]["on"] == OWN}
+        wanted |= {run.reference for run in fits if run.reference and run.settings["fidelity"]["on"] == FULL_ANSWER}
     return [run for run in head.runs if run.key in wanted]
 
 
@@ -113,14 +113,14 @@ def _prepare(
     head: Head, run: OfflineRun, requests: list[Request], parts: Loaders, folder: Path | None, answers: Path
 ) -> Experiment:
     """Load what a run needs, and work out what its answers are of."""
-    given = run.settings | {"results_dir": str(answers)}
+    settings = run.settings | {"results_dir": str(answers)}
     if folder is not None:
-        kept = {name: value for name, value in given["model"].items() if name in COMMON}
-        given["model"] = kept | {"kind": "hf", "path": str(folder), "name": head.model}
-    config, policy, model = load_method(RunConfig.read(given), parts, note)
-    if (found := tokenizer_hash(model.tokenizer)) != head.tokenizer:
+        kept = {name: value for name, value in settings["model"].items() if name in COMMON}
+        settings["model"] = kept | {"kind": "hf", "path": str(folder), "name": head.model}
+    config, policy, model = load_method(RunConfig.read(settings), parts, note)
+    if (tokenizer_digest := tokenizer_hash(model.tokenizer)) != head.tokenizer:
         raise ValueError(
-            f"the tokenizer of model {model.name} ({found[:12]}) is another one than that of the requests "
+            f"the tokenizer of model {model.name} ({tokenizer_digest[:12]}) is another one than that of the requests "
             f"({head.tokenizer[:12]}), so that their token ids stand for other words; give the same model, or ask again"
         )
     engine = parts.make_engine(config, model, policy)

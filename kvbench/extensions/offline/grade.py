@@ -38,7 +38,7 @@ class Answered:
     """Answers of one run from like machines."""
 
     record: RunRecord
-    """Where they were computed: identity, device, libraries, sessions of all portions."""
+    """Record of their computation: identity, device, libraries, sessions of all portions."""
     samples: dict[Key, SampleRecord]
     """Without scores."""
 
@@ -62,10 +62,10 @@ def grade(file: Path, answers: Path, results_dir: Path) -> int:
                 note(f"left out: {run.label}: {there}; `offline what=answer` goes on with it")
                 continue
             whole += 1
-            found = _experiment(run, config, answered, task, model, parts)
-            _store(found, answered)
+            experiment = _experiment(run, config, answered, task, model, parts)
+            _store(experiment, answered)
             full = done.get((str(run.reference), _machine(answered)))
-            ended = finish(execute(found, resume=True, say=note, reference=_at_hand(full) if full else None))
+            ended = finish(execute(experiment, resume=True, say=note, reference=_at_hand(full) if full else None))
             done[run.key, _machine(answered)] = ended
             note(f"{run.label}: {ended.record.status}: {ended.folder}")
             failed += ended.record.status != "complete"
@@ -93,27 +93,27 @@ def _task(head: Head, config: RunConfig, parts: Loaders) -> "tuple[TaskSet, Any]
 
 
 def _answered(answers: Path, run: OfflineRun, requests: str, keys: frozenset[Key]) -> list[Answered]:
-    """What was answered of a run, portions of one identity together."""
-    found: dict[str, Answered] = {}
-    for place in sorted(path.parent for path in folder_of(answers, run).glob("*/*-of-*/run.json")):
-        own = RunRecord.load(place)
-        if own is None or not own.hash:
+    """Answers to a run, with portions of one identity merged."""
+    by_hash: dict[str, Answered] = {}
+    for part in sorted(path.parent for path in folder_of(answers, run).glob("*/*-of-*/run.json")):
+        part_record = RunRecord.load(part)
+        if part_record is None or not part_record.hash:
             continue
-        if own.identity["task"].get("fingerprint") != requests:
-            note(f"left out: {place}: its answers are to other requests than those of the file")
+        if part_record.identity["task"].get("fingerprint") != requests:
+            note(f"left out: {part}: its answers are to other requests than those of the file")
             continue
-        lines = [line.record for line in journal_lines(place / shards.SAMPLES, own.hash)]
+        lines = [line.record for line in journal_lines(part / shards.SAMPLES, part_record.hash)]
         samples = {key_of(record): record for record in lines if record is not None and key_of(record) in keys}
-        if own.hash not in found:
-            found[own.hash] = Answered(record=own, samples=samples)
+        if part_record.hash not in by_hash:
+            by_hash[part_record.hash] = Answered(record=part_record, samples=samples)
             continue
-        first = found[own.hash]
-        first.record.sessions += own.sessions
-        first.record.note_backend(own.backend_fallbacks, own.graphs, own.backend_decode)
-        first.record.ended = max(first.record.ended, own.ended)
+        first = by_hash[part_record.hash]
+        first.record.sessions += part_record.sessions
+        first.record.note_backend(part_record.backend_fallbacks, part_record.graphs, part_record.backend_decode)
+        first.record.ended = max(first.record.ended, part_record.ended)
         for key, record in samples.items():
             first.samples.setdefault(key, record)
-    return list(found.values())
+    return list(by_hash.values())
 
 
 def _where(answered: Answered) -> str:
@@ -121,7 +121,7 @@ def _where(answered: Answered) -> str:
 
 
 def _machine(answered: Answered) -> str:
-    """What the answers of two runs that are compared have in common."""
+    """Common machine of the answers of two compared runs."""
     same = {name: answered.record.identity[name] for name in ("model", "backend", "task")}
     return identity.hash_identity(same | {"harness": answered.record.identity["code"]["harness"]})
 
@@ -132,14 +132,16 @@ def _experiment(
     """The run as it would be where it was answered; there is no engine to run."""
     from kvbench.tasks.counted import code_of
 
-    own = answered.record
-    changed = own.identity | {
-        "task": own.identity["task"] | {"fingerprint": task.fingerprint},
-        "code": own.identity["code"] | code_of(config.task, task),
+    record = answered.record
+    changed = record.identity | {
+        "task": record.identity["task"] | {"fingerprint": task.fingerprint},
+        "code": record.identity["code"] | code_of(config.task, task),
     }
     ingredients = {name: identity.canonical(value) for name, value in changed.items()}
     digest = identity.hash_identity(ingredients)
-    engine = SimpleNamespace(backend=SimpleNamespace(name=own.backend, fallbacks=(), decodes=()), graphs={}, group=None)
+    engine = SimpleNamespace(
+        backend=SimpleNamespace(name=record.backend, fallbacks=(), decodes=()), graphs={}, group=None
+    )
     return Experiment(
         config=config,
         method=run.method,
@@ -149,13 +151,13 @@ def _experiment(
         model=model,
         identity=ingredients,
         hash=digest,
-        folder=identity.run_folder(Path(config.results_dir), task.name, own.model, run.method, digest),
+        folder=identity.run_folder(Path(config.results_dir), task.name, record.model, run.method, digest),
     )
 
 
 def _store(experiment: Experiment, answered: Answered) -> None:
-    """Grade the answers into the journal of the run, and write its record as far as the answers tell it."""
-    folder, own, task = experiment.folder, answered.record, experiment.task
+    """Grade the answers into the journal of the run, and write the parts of its record that follow from the answers."""
+    folder, answer_record, task = experiment.folder, answered.record, experiment.task
     with shards.whole_run_lock(folder, note):
         shards.check_parts(folder, experiment.hash)
         record = RunRecord.load(folder)
@@ -166,7 +168,7 @@ def _store(experiment: Experiment, answered: Answered) -> None:
             _grade_into(journal, task, answered.samples)
         if record is None or not record.hash:
             record = dataclasses.replace(
-                own,
+                answer_record,
                 hash=experiment.hash,
                 identity=experiment.identity,
                 protocol=task.protocol,
@@ -174,7 +176,7 @@ def _store(experiment: Experiment, answered: Answered) -> None:
                 counts=Counts(),
                 sessions=[],
             )
-        record.sessions += [session for session in own.sessions if session not in record.sessions]
+        record.sessions += [session for session in answer_record.sessions if session not in record.sessions]
         write_atomic(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(experiment.config.settings())).encode())
         record.save(folder)
 

@@ -18,7 +18,7 @@ from kvbench.extensions.offline.requests_file import Head, OfflineRun, answers_f
 from kvbench.results.shards import Shard
 from kvbench.results.writing import plain
 from kvbench.runs import calibration
-from kvbench.runs.config import AUTO, OWN, RunConfig
+from kvbench.runs.config import AUTO, FULL_ANSWER, RunConfig
 from kvbench.runs.experiment import load_task
 from kvbench.runs.parts import Loaders
 from kvbench.show.progress import note
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str], sweep: Callable[..., int] | None = None) -> int:
     """Carry out `kvbench offline`; returns the exit code."""
-    listed, own, others = read_config(files.path_of("command", "offline")), list[str](), list[str]()
+    listed, words, others = read_config(files.path_of("command", "offline")), list[str](), list[str]()
     for word in arguments:
         key, sign, _ = word.partition("=")
-        (own if key in listed or not (sign or word.startswith("-")) else others).append(word)
-    cfg = commands.compose_command("offline", own)
+        (words if key in listed or not (sign or word.startswith("-")) else others).append(word)
+    cfg = commands.compose_command("offline", words)
     what = check_name("what", cfg.what, ("ask", "answer", "grade"))
     if not cfg.file:
         raise ValueError(f"offline what={what} needs file=, the file of requests, for example file=requests.jsonl")
@@ -74,18 +74,18 @@ def ask(cfg: "DictConfig", words: Sequence[str]) -> Head:
     for label, job in zip(sweeping.job_labels(jobs), jobs, strict=True):
         composed = compose(job, with_choices=True)
         calibrated.resolve(composed, job)
-        given = as_dict(composed)
-        given["method"] = calibrated.settled(given["method"])  # what answers has no file to read
-        method = given.pop("_choices_")["method"]
-        config = RunConfig.read(given)
+        settings = as_dict(composed)
+        settings["method"] = calibrated.settled(settings["method"])  # what answers has no file to read
+        method = settings.pop("_choices_")["method"]
+        config = RunConfig.read(settings)
         _check_travels(config)
         model = _outline(config, parts)
         task = load_task(config, model, parts, config.limit)
         parts.check_fit(config, parts.make_policy(config.method))
-        found = requests_file.request_lines(task.requests)
-        if lines and found != lines:
+        request_lines = requests_file.request_lines(task.requests)
+        if lines and request_lines != lines:
             raise ValueError(f"{label}: its requests differ from those before; one file has one task, model and seed")
-        lines, known[task.name] = found, (Path(model.name).name.removesuffix(".gguf"), model)
+        lines, known[task.name] = request_lines, (Path(model.name).name.removesuffix(".gguf"), model)
         for run in _with_full(label, method, config, task):
             runs.setdefault(run.key, run)
     (task_name, (name, model)), *others = known.items()
@@ -109,11 +109,11 @@ def ask(cfg: "DictConfig", words: Sequence[str]) -> Head:
 
 def _jobs(cfg: "DictConfig", words: Sequence[str]) -> list[list[str]]:
     """The words of each run."""
-    found: list[list[str]] = []
+    jobs: list[list[str]] = []
     for line in patterns(cfg.methods) or [""]:
         chosen = shlex.split(line if "=" in line or not line else f"method={line}")
-        found += sweeping.combinations([*words, *chosen])
-    return found
+        jobs += sweeping.combinations([*words, *chosen])
+    return jobs
 
 
 def _check_travels(config: RunConfig) -> None:
@@ -145,8 +145,8 @@ def _with_full(label: str, method: str, config: RunConfig, task: "TaskSet") -> l
         return OfflineRun(label=label, method=method, protocol=task.protocol, settings=settings, reference=reference)
 
     if method == FULL or config.reference != AUTO:
-        if method != FULL and config.forces_own:
-            raise ValueError(f"fidelity.on={OWN} forces the full cache's answers; set reference={AUTO}")
+        if method != FULL and config.forces_full_answer:
+            raise ValueError(f"fidelity.on={FULL_ANSWER} forces the full cache's answers; set reference={AUTO}")
         return [run(label, method, config)]
     full = run(FULL, FULL, config.of_full())
     return [full, run(label, method, config, full)]

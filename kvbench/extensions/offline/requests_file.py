@@ -1,7 +1,7 @@
 """The file of requests: one task's prompts as token ids, and the settings of the runs that answer them.
 
-Its first line is a JSON object, each other one a request. What is only graded stays behind: right answers as text, and
-what a task keeps with its samples.
+Its first line is a JSON object, each other one a request. Data for grading alone is not in it:
+right answers as text, and the metadata of a task's samples.
 """
 
 import hashlib
@@ -63,7 +63,7 @@ class Head:
 
 
 def tokenizer_hash(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Hash of what token ids stand for: the words of the vocabulary, and the special ones; 64 hex digits."""
+    """Hash of the meaning of token ids: the vocabulary and the special tokens; 64 hex digits."""
     words = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
     return combine_fingerprints([json.dumps(words), json.dumps(sorted(tokenizer.all_special_ids))])
 
@@ -93,27 +93,29 @@ def read(path: Path) -> tuple[Head, list[Request]]:
     Raises:
         ValueError: It is none, is of another version, or was damaged.
     """
-    again = "write it with `kvbench offline what=ask`, or copy it again"
+    remedy = "write it with `kvbench offline what=ask`, or copy it again"
     try:
         first, _, lines = path.read_bytes().partition(b"\n")
     except OSError as error:
-        raise ValueError(f"file={path} cannot be read: {error.strerror}; {again}") from error
+        raise ValueError(f"file={path} cannot be read: {error.strerror}; {remedy}") from error
     try:
         head: Head = parse(read_json(first), Head)
     except (Misfit, ValueError) as error:
-        raise ValueError(f"file={path} is no file of requests ({error}); {again}") from error
+        raise ValueError(f"file={path} is no file of requests ({error}); {remedy}") from error
     if head.format != FORMAT:
-        raise ValueError(f"file={path} has format {head.format}, and this kvbench reads {FORMAT}; {again}")
+        raise ValueError(f"file={path} has format {head.format}, and this kvbench reads {FORMAT}; {remedy}")
     if digest_of(lines) != head.requests:
-        raise ValueError(f"file={path} is damaged: its requests have another SHA-256 than its first line says; {again}")
+        raise ValueError(
+            f"file={path} is damaged: its requests have another SHA-256 than its first line says; {remedy}"
+        )
     return head, [_request(json.loads(line)) for line in lines.splitlines()]
 
 
 def _request(fields: Mapping[str, Any]) -> Request:
-    found = {name: _tuples(value) for name, value in fields.items() if name not in ("turns", "thoughts")}
+    values = {name: _tuples(value) for name, value in fields.items() if name not in ("turns", "thoughts")}
     thoughts = fields["thoughts"] and Thoughts(**{name: _tuples(value) for name, value in fields["thoughts"].items()})
     turns = tuple(Turn(**{name: _tuples(value) for name, value in turn.items()}) for turn in fields["turns"])
-    return Request(**found, thoughts=thoughts, turns=turns)
+    return Request(**values, thoughts=thoughts, turns=turns)
 
 
 def _tuples(value: Any) -> Any:
@@ -126,5 +128,5 @@ def folder_of(answers: Path, run: OfflineRun) -> Path:
 
 
 def answers_folder(file: Path, answers: object) -> Path:
-    """The folder of answers that a setting names; None = beside the file."""
+    """The folder of answers that a setting names; None = next to the file."""
     return Path(str(answers)) if answers else file.with_name(f"{file.stem}-answers")

@@ -32,8 +32,8 @@ def join(folder: Path) -> None:
                 raise ValueError(f"{folder / part} is damaged: {SUMS} has another SHA-256; copy it again")
         whole = folder / f".{name}.joining"
         with whole.open("wb") as file:
-            found = _digest(_copied(folder, parts, file.write))
-        if found != digest:
+            copied = _digest(_copied(folder, parts, file.write))
+        if copied != digest:
             whole.unlink()
             raise ValueError(f"{path}: its parts together have another SHA-256 than {SUMS} says; split it again")
         os.replace(whole, path)
@@ -41,13 +41,13 @@ def join(folder: Path) -> None:
 
 def _read(path: Path) -> dict[str, str]:
     """Name -> digest."""
-    found = {}
+    digests = {}
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
         read = re.fullmatch(r"([0-9a-f]{64}) [ *]([^/\\]+)", line)
         if read is None or read[2] in (".", ".."):
             raise ValueError(f"{path}: {ascii(line[:80])} is no line of sha256sum in this folder; write it again there")
-        found[read[2]] = read[1]
-    return found
+        digests[read[2]] = read[1]
+    return digests
 
 
 def _pieces(path: Path) -> Iterator[bytes]:

@@ -1,5 +1,5 @@
 """The examples that papers draw, carried out on the store's pages and the methods' code: lines that `kvbench paper`
-prints. A test holds each to what the paper says of it."""
+prints. A test compares each with the paper."""
 
 from collections.abc import Callable
 
@@ -24,7 +24,7 @@ KEPT = {"request 1": ((1, 3), (2, 2)), "request 2": ((1, 4), (2, 1))}
 def diffkv_bytes() -> list[str]:
     """DiffKV figure 1: shares of the FP16 cache of two heads in two requests of five tokens."""
     high, low = Tier.parse("k8v4"), Tier.parse("k4v2")
-    found = [
+    lines = [
         f"pruning, 1 token of 5 in each head: {_percent(4, 5)} of the FP16 cache",
         f"INT8, every token: {_percent(8, ELEMENT_BITS)}",
     ]
@@ -34,12 +34,12 @@ def diffkv_bytes() -> list[str]:
             keys = n_high * high.k_bits + n_low * low.k_bits
             values = n_high * high.v_bits + n_low * low.v_bits
             whole += keys + values
-            found.append(
+            lines.append(
                 f"{request}, head {name}: {n_high} high, {n_low} low, {5 - n_high - n_low} pruned; keys "
                 f"{_percent(keys, 5 * ELEMENT_BITS)}, values {_percent(values, 5 * ELEMENT_BITS)}"
             )
-        found.append(f"{request}, both heads: {_percent(whole, 10 * FP16_TOKEN)}")
-    return found
+        lines.append(f"{request}, both heads: {_percent(whole, 10 * FP16_TOKEN)}")
+    return lines
 
 
 def diffkv_pages() -> list[str]:
@@ -49,27 +49,27 @@ def diffkv_pages() -> list[str]:
     Both are carried out, on a pool of pages 0 to 12 of which 0 to 4 are taken.
     """
     kept = ((2, 4), (3, 4))  # tokens in high and low precision; how full pages are is not in the text
-    found = []
+    lines = []
     table, lists = _page_table(13)
     table.reserve(lists, 0, torch.tensor([8, 8]))
-    found.append(f"reserved for 8 high tokens a head: {_pages(table, lists, 0)}; the pool has {_free(table.pool)}")
+    lines.append(f"reserved for 8 high tokens a head: {_pages(table, lists, 0)}; the pool has {_free(table.pool)}")
     table.truncate(lists, 0, torch.tensor([high for high, _ in kept]))
-    found.append(f"planned, {_counts(kept)}: high {_pages(table, lists, 0)}; returned, in the list's order: "
+    lines.append(f"planned, {_counts(kept)}: high {_pages(table, lists, 0)}; returned, in the list's order: "
                  f"{_free(table.pool)}")  # fmt: skip
     table.reserve(lists, 1, torch.tensor([low for _, low in kept]))
-    found.append(f"low from the right: {_pages(table, lists, 1)}; rows {_rows(table, lists)}; free {_free(table.pool)}")
+    lines.append(f"low from the right: {_pages(table, lists, 1)}; rows {_rows(table, lists)}; free {_free(table.pool)}")
     exact, lists = _page_table(13)
     for tier in (0, 1):
         exact.reserve(lists, tier, torch.tensor([head[tier] for head in kept]))
-    found.append(
+    lines.append(
         f"as a store does it, planned first: high {_pages(exact, lists, 0)}; low {_pages(exact, lists, 1)}; as many "
         f"pages in use: {exact.pool.num_used - 5} and {table.pool.num_used - 5}"
     )
-    return found
+    return lines
 
 
 def kv_compress_blocks() -> list[str]:
-    """KV-Compress figure 5: a sequence of two heads with five and two KVs on blocks of two gives up two blocks.
+    """KV-Compress figure 5: a sequence of two heads with five and two KVs on blocks of two frees two blocks.
 
     The metrics are made up so that, as the text says, both come from the first head and a third from the second.
     """
@@ -77,10 +77,10 @@ def kv_compress_blocks() -> list[str]:
     held = torch.tensor([5, 2])
     table, lists = _page_table(4, (2,), taken=0)
     table.reserve(lists, 0, held)
-    found = [f"blocks of head 1 and 2: {_pages(table, lists, 0)}; metrics {_metrics(metrics, held)}"]
+    lines = [f"blocks of head 1 and 2: {_pages(table, lists, 0)}; metrics {_metrics(metrics, held)}"]
     keep = keep_blocks(metrics, held, 2, 2)
     gone = [row[:count].logical_not().nonzero()[:, 0].tolist() for row, count in zip(keep, held, strict=True)]
-    found.append(f"two blocks: KVs {gone[0]} of head 1 and {gone[1]} of head 2 go")
+    lines.append(f"two blocks: KVs {gone[0]} of head 1 and {gone[1]} of head 2 go")
     owner, source, target, _ = table.plan_compaction(lists, 0, keep)
     moves = [f"head {h + 1}: {a} to {b}" for h, a, b in zip(*map(Tensor.tolist, (owner, source, target)), strict=True)]
     flat = metrics.new_zeros(table.pool.num_pages, 2)
@@ -94,11 +94,11 @@ def kv_compress_blocks() -> list[str]:
     table.compact(lists, 0, keep, _FORMAT, move)
     left = [flat[table.lookup(one.expand(int(n)), 0, torch.arange(int(n)))].tolist()
             for one, n in zip(lists, table.num_slots[0], strict=True)]  # fmt: skip
-    found.append(f"moves: {', '.join(moves)}; blocks then {_pages(table, lists, 0)}, freed {_free(table.pool)}; "
+    lines.append(f"moves: {', '.join(moves)}; blocks then {_pages(table, lists, 0)}, freed {_free(table.pool)}; "
                  f"metrics {[[round(value, 2) for value in row] for row in left]}")  # fmt: skip
     third = keep_blocks(metrics, held, 2, 3) != keep
-    found.append(f"a third block would be of head {int(third.any(-1).nonzero()[0]) + 1}")
-    return found
+    lines.append(f"a third block would be of head {int(third.any(-1).nonzero()[0]) + 1}")
+    return lines
 
 
 def kv_compress_layouts() -> list[str]:
@@ -108,16 +108,16 @@ def kv_compress_layouts() -> list[str]:
     table = PageTable(pool, (block,), 1, layers, heads, tokens // block)
     lists = torch.arange(layers * heads)
     table.reserve(lists, 0, torch.full((layers * heads,), tokens))
-    found = [
+    lines = [
         f"shared: a sequence of {tokens} tokens has {tokens // block} entries of a table, each a block of {block} "
         f"tokens over all {layers} layers x {heads} heads",
         f"here, as in KV-Compress: table {list(table.entries.shape)} (layers x heads, blocks), {pool.num_used} blocks "
         f"of one head each: {table.entries.tolist()}",
     ]
     table.truncate(lists, 0, torch.tensor([6, 2, 4, 0]))
-    found.append(f"after eviction heads hold {table.num_slots[0].tolist()} tokens in {pool.num_used} blocks; a shared "
+    lines.append(f"after eviction heads hold {table.num_slots[0].tolist()} tokens in {pool.num_used} blocks; a shared "
                  f"table would hold {tokens // block * layers * heads} as long as one head needs them")  # fmt: skip
-    return found
+    return lines
 
 
 # MiniKV table 2: its approaches, and the method here; None where there is none.
@@ -139,10 +139,10 @@ EXTENT = Extent(prompt_tokens=1000, tokens_seen=1100, lists=4, prompt_slots=1000
 
 def minikv_approaches() -> list[str]:
     """MiniKV table 2: which approaches evict and which quantise, as their methods here do with their defaults."""
-    found = []
+    lines = []
     for name, method in APPROACHES.items():
         if method is None:
-            found.append(f"{name}: no method here")
+            lines.append(f"{name}: no method here")
             continue
         policy = make_policy(read_choice("method", method))
         bounds = policy.bounds(EXTENT)
@@ -150,8 +150,8 @@ def minikv_approaches() -> list[str]:
         most = min((each[1] for each in stated), default=EXTENT.tokens_seen)
         bits = min(min(tier.k_bits, tier.v_bits) for tier in policy.tiers)
         evicts = "evicts" if most < EXTENT.prompt_tokens else "evicts nothing"
-        found.append(f"{name}: method={method}, {evicts}, {bits} bits, no training")
-    return found
+        lines.append(f"{name}: method={method}, {evicts}, {bits} bits, no training")
+    return lines
 
 
 _FORMAT = PageFormat(SlotFormat(head_dim=8, k_bits=16, v_bits=16), 512)
@@ -181,7 +181,7 @@ def _rows(table: PageTable, lists: Tensor) -> str:
     rows = table.entries[lists].tolist()
     width = table.max_pages
     return " and ".join(
-        f"[{', '.join(f'{page}' if place < left or place >= width - right else '-' for place, page in enumerate(row))}]"
+        f"[{', '.join(f'{page}' if index < left or index >= width - right else '-' for index, page in enumerate(row))}]"
         for row, left, right in zip(rows, high, low, strict=True)
     )
 

@@ -127,7 +127,7 @@ FORMULAS: Mapping[str, Callable[..., tuple[float | None, float | None]]] = {
 
 def sizes(paper: Paper, entry: Entry, ran: Sequence[tuple[str, Path | None]]) -> list[Size]:
     """The lines of an entry's runs: of each task, and of its subsets where it has several."""
-    found = []
+    result = []
     for row, folder in ran:
         record = RunRecord.load(folder) if folder is not None else None
         if folder is None or record is None or paper.name not in FORMULAS:
@@ -137,14 +137,14 @@ def sizes(paper: Paper, entry: Entry, ran: Sequence[tuple[str, Path | None]]) ->
         subsets = sorted({sample["subset"] for sample in samples.values()})
         for subset in ["", *(subsets if len(subsets) > 1 or paper.name == "MiniKV" else [])]:
             mine = [sample for sample in samples.values() if subset in ("", sample["subset"])]
-            found.append(_size(paper, entry, row, run, subset, mine))
-    return found
+            result.append(_size(paper, entry, row, run, subset, mine))
+    return result
 
 
 def _size(paper: Paper, entry: Entry, row: str, run: StoredRun, subset: str, records: Sequence[SampleRecord]) -> Size:
     record = run.record
     metric = record.metrics.get(record.primary or "")
-    own = metric.subsets.get(subset) if metric is not None and subset else metric
+    score = metric.subsets.get(subset) if metric is not None and subset else metric
     rules: Any = record.protocol.get("rules") or {}
     longest = {each["max_new_tokens"] for name, each in rules.items() if subset in ("", name)}
     # Of answers of several lengths there is no size.
@@ -162,7 +162,7 @@ def _size(paper: Paper, entry: Entry, row: str, run: StoredRun, subset: str, rec
         row=row,
         task=record.task,
         subset=subset,
-        score=own.value if own is not None else None,
+        score=score.value if score is not None else None,
         share=share,
         size_bytes=size_bytes,
         printed=float(mine[0]) if mine and mine[0] == mine[0] else None,
@@ -170,15 +170,15 @@ def _size(paper: Paper, entry: Entry, row: str, run: StoredRun, subset: str, rec
     )
 
 
-def front(found: Sequence[Size]) -> list[bool | None]:
-    """Which lines no other of their task and subset dominates by best estimates: larger score, at most the paper's
-    size, or as large a score and less size; None where score or size is unknown."""
+def front(sizes: Sequence[Size]) -> list[bool | None]:
+    """Mark lines that no other of their task and subset dominates by best estimates: a larger score at most the same
+    size, or an equal score and less size; None where score or size is unknown."""
     marks: list[bool | None] = []
-    for one in found:
+    for one in sizes:
         if one.score is None or one.share is None:
             marks.append(None)
             continue
-        others = [each for each in found if (each.task, each.subset) == (one.task, one.subset) and each is not one]
+        others = [each for each in sizes if (each.task, each.subset) == (one.task, one.subset) and each is not one]
         marks.append(not any(_dominates(each, one) for each in others))
     return marks
 
@@ -200,15 +200,15 @@ def _grouped(bits: int, group: int) -> float:
     return (group * bits / 8 + SCALE_BYTES) / (group * FP16_BITS / 8)
 
 
-def csv_of(found: Sequence[Size]) -> bytes:
+def csv_of(sizes: Sequence[Size]) -> bytes:
     """Every line, unrounded."""
-    return records_csv([csv_row(**one._asdict(), front=mark) for one, mark in zip(found, front(found), strict=True)])
+    return records_csv([csv_row(**one._asdict(), front=mark) for one, mark in zip(sizes, front(sizes), strict=True)])
 
 
-def markdown(title: str, found: Sequence[Size]) -> str:
+def markdown(title: str, sizes: Sequence[Size]) -> str:
     """The table as a page."""
     lines = [HEADINGS]
-    for one, mark in zip(found, front(found), strict=True):
+    for one, mark in zip(sizes, front(sizes), strict=True):
         numbers = (_text(one.score, 100), _text(one.share, 100), _text(one.size_bytes, 1e-9, ".3f"))
         shares = (_text(one.printed, 1), _text(one.resident, 100))
         word = "-" if mark is None else "yes" if mark else "no"

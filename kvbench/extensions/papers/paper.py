@@ -1,4 +1,4 @@
-"""`kvbench paper`: the tables and figures of a paper by number, what runs them here, and the printed cells beside ours.
+"""`kvbench paper`: tables and figures of a paper by number, the commands that run them, and printed cells with ours.
 
 The jobs of an entry are a suite's, in one sweep; nothing here runs a model itself.
 """
@@ -18,13 +18,11 @@ from kvbench.cli import commands, sweeping
 from kvbench.config import files
 from kvbench.config.settings import read_config
 from kvbench.errors import unknown_setting
-from kvbench.extensions.papers import papers
-from kvbench.extensions.papers import printed as beside
-from kvbench.extensions.papers import printed_bench as beside_bench
+from kvbench.extensions.papers import papers, printed, printed_bench
 from kvbench.extensions.papers.papers import GROUP, KINDS, Entry, Paper
 from kvbench.extensions.papers.report_section import OTHER_MODEL
 from kvbench.extensions.suite import suite
-from kvbench.results.sweep import own_sweep
+from kvbench.results.sweep import process_sweep
 from kvbench.results.writing import write_files
 from kvbench.show import terminal
 from kvbench.show.picture import headed
@@ -43,14 +41,14 @@ NEUTRAL |= {"fidelity.on", "fidelity.max_tokens", "fidelity.per_token", "task.da
 def main(arguments: Sequence[str], sweep: suite.Sweeping) -> int:
     """Carry out `kvbench paper`; `sweep` runs words of a sweep with these jobs. Returns the exit code."""
     listed = read_config(files.path_of("command", GROUP))
-    own, others = list[str](), list[str]()
+    words, others = list[str](), list[str]()
     for word in arguments:
         key, sign, value = word.partition("=")
         if key == "task.data_dir":
-            own.append(f"data_dir={value}")
+            words.append(f"data_dir={value}")
         else:
-            (own if key in listed or not (sign or word.startswith("-")) else others).append(word)
-    cfg = commands.compose_command(GROUP, own)
+            (words if key in listed or not (sign or word.startswith("-")) else others).append(word)
+    cfg = commands.compose_command(GROUP, words)
     if cfg.paper is None:
         return _list_papers()
     paper = papers.find(str(cfg.paper))
@@ -88,7 +86,7 @@ def show_example(paper: Paper, entry: Entry) -> int:
 def run(
     paper: Paper, entry: Entry, cfg: DictConfig, others: list[str], arguments: list[str], sweep: suite.Sweeping
 ) -> int:
-    """Run an entry's jobs, put the printed cells beside them, and carry out its further commands."""
+    """Run an entry's jobs, compare them with the printed cells, and carry out its further commands."""
     codes, began, heading = [0], time.time(), heading_of(paper, entry, others)
     further = command_lines(entry, cfg, others)  # now: a wrong word should not be told behind hours of work
     before = command_lines(entry, cfg, _of_model(others), entry.first)
@@ -115,70 +113,70 @@ def run(
     if entry.tasks and entry.cells:
         changed = [word for word in others if word.partition("=")[0].lstrip("+~") not in NEUTRAL]
         changed = [word for word in changed if not word.startswith("hydra")]
-        write(paper, entry, cfg, beside.join(paper, entry, ran, changed))
+        write(paper, entry, cfg, printed.join(paper, entry, ran, changed))
     elif entry.cells:
-        found = [*_documents(further, began)]
-        write(paper, entry, cfg, beside_bench.join(paper, entry, found))
+        documents = [*_documents(further, began)]
+        write(paper, entry, cfg, printed_bench.join(paper, entry, documents))
     return max(codes)
 
 
 def heading_of(paper: Paper, entry: Entry, words: Sequence[str]) -> str:
-    """What stands above the pictures of an entry: whose they are not."""
+    """Heading of the pictures of an entry, which says that they are not the paper's."""
     lines = [*entry.tasks, *(line for line in entry.then if "{model}" in line or not line.startswith(("bench", BYTES)))]
     about = f"{paper.name}, {entry.at}, measured here"
     if not lines:
         is_counted = all(line.startswith(BYTES) for line in entry.then)
-        return f"{about}: {'counted, nothing was run' if is_counted else f'{beside.OTHER_MACHINE}, no model'}"
-    name, printed = model_name(words) or DEFAULT_MODEL, entry.printed(paper)["model"].unique()
+        return f"{about}: {'counted, nothing was run' if is_counted else f'{printed.OTHER_MACHINE}, no model'}"
+    name, models = model_name(words) or DEFAULT_MODEL, entry.printed(paper)["model"].unique()
     if paper.printed_model(name):
         return f"{about} with {name}, the paper's {paper.printed_model(name)}"
-    shown = printed if len(printed) and "all" not in printed else paper.models
+    shown = models if len(models) and "all" not in models else paper.models
     theirs = ", ".join(model for model in shown if model in paper.models)
     return f"{about}: {OTHER_MODEL}, {name} (the paper {f'has {theirs}' if theirs else 'names none'})"
 
 
-def ran_of(cfg: DictConfig, rows: Sequence[str]) -> list[beside.Ran]:
-    """The jobs of this process's last sweep, which stand for these rows."""
+def ran_of(cfg: DictConfig, rows: Sequence[str]) -> list[printed.Ran]:
+    """Jobs of this process's last sweep, by their rows."""
     root = Path(str(cfg.results_dir))
-    begun = own_sweep(root).jobs()
+    begun = process_sweep(root).jobs()
     folders = [begun[number].run if number in begun else "" for number in range(1, len(rows) + 1)]
-    return [beside.Ran(row, root / one if one else None) for row, one in zip(rows, folders, strict=True)]
+    return [printed.Ran(row, root / one if one else None) for row, one in zip(rows, folders, strict=True)]
 
 
-def write_memory(paper: Paper, entry: Entry, cfg: DictConfig, ran: Sequence[beside.Ran]) -> None:
+def write_memory(paper: Paper, entry: Entry, cfg: DictConfig, ran: Sequence[printed.Ran]) -> None:
     """Write the sizes of an entry's runs as its paper counts them, next to the bytes that were resident."""
     from kvbench.extensions.papers import memory
 
-    if found := memory.sizes(paper, entry, ran):
+    if sizes := memory.sizes(paper, entry, ran):
         root, title = Path(str(cfg.results_dir)), f"{paper.name}, {entry.at}"
         contents = {
-            root / f"{entry.slug}_memory.md": memory.markdown(title, found).encode(),
-            root / f"{entry.slug}_memory.csv": memory.csv_of(found),
+            root / f"{entry.slug}_memory.md": memory.markdown(title, sizes).encode(),
+            root / f"{entry.slug}_memory.csv": memory.csv_of(sizes),
         }
         terminal.print_paths(write_files(root, contents), terminal.console())
 
 
-def write(paper: Paper, entry: Entry, cfg: DictConfig, cells: Sequence[beside.Cell]) -> None:
+def write(paper: Paper, entry: Entry, cfg: DictConfig, cells: Sequence[printed.Cell]) -> None:
     """Print the table of an entry, and write it."""
-    beside.show(paper, entry, cells)
+    printed.show(paper, entry, cells)
     root = Path(str(cfg.results_dir))
-    page = beside.markdown(paper, entry, cells).encode()
-    contents = {root / f"{entry.slug}.md": page, root / f"{entry.slug}.csv": beside.csv_of(cells)}
+    page = printed.markdown(paper, entry, cells).encode()
+    contents = {root / f"{entry.slug}.md": page, root / f"{entry.slug}.csv": printed.csv_of(cells)}
     terminal.print_paths(write_files(root, contents), terminal.console())
 
 
 def _documents(further: Sequence[tuple[str, list[str]]], began: float) -> Iterator[dict[str, Any]]:
-    """What benches and tables of bytes wrote since a time."""
+    """Documents that benches and tables of bytes wrote since a time."""
     from kvbench.kernels.bench.bench import read_document
 
     for name, words in further:
-        given = dict(word.partition("=")[::2] for word in words)
+        settings = dict(word.partition("=")[::2] for word in words)
         if name == "bench":
-            for path in sorted((Path(given["out"]) / given["what"]).glob("*/bench.json")):
+            for path in sorted((Path(settings["out"]) / settings["what"]).glob("*/bench.json")):
                 if path.stat().st_mtime >= began:
                     yield read_document(path)
-        elif name == BYTES and Path(given.get("out", "")).is_file():
-            with Path(given["out"]).open(newline="", encoding="utf-8") as file:
+        elif name == BYTES and Path(settings.get("out", "")).is_file():
+            with Path(settings["out"]).open(newline="", encoding="utf-8") as file:
                 yield {"what": BYTES, "rows": list(csv.DictReader(file))}
 
 
@@ -187,14 +185,14 @@ def jobs_of(paper: Paper, entry: Entry, cfg: DictConfig, others: Sequence[str]) 
     of_model = entry.rows(paper.printed_model(model_name(others)))
     rows = {row: line.replace("{results}", str(cfg.results_dir)) for row, line in of_model.items()}
     of_line = {tuple(sweeping.combinations(shlex.split(line))[0]): row for row, line in rows.items()}
-    asked = suite.Suite(every=entry.every, tasks=entry.tasks, methods=tuple(rows.values()))
-    return [(of_line.get(tuple(line), ""), job) for line, job in suite.by_method(asked, cfg, others)]
+    chosen = suite.Suite(every=entry.every, tasks=entry.tasks, methods=tuple(rows.values()))
+    return [(of_line.get(tuple(line), ""), job) for line, job in suite.by_method(chosen, cfg, others)]
 
 
 def model_name(words: Sequence[str]) -> str:
-    """The name that a run's model will have: what stands behind the owner in a hub id, a folder's name, or a choice."""
-    given = {key: value for key, _, value in (word.partition("=") for word in words)}
-    return Path(given.get("model.path") or given.get("model", "")).name
+    """Name that a run's model will have: a hub id without its owner, a folder's name, or a choice."""
+    settings = {key: value for key, _, value in (word.partition("=") for word in words)}
+    return Path(settings.get("model.path") or settings.get("model", "")).name
 
 
 def command_lines(
@@ -207,7 +205,7 @@ def command_lines(
         ValueError: Nothing of the entry has a setting of the user's, or it has no jobs for a launcher.
     """
     model = " ".join(word.removeprefix("model=").removeprefix("model.") for word in others if word[:5] == "model")
-    data, found, taken = suite.data_words(cfg), [], set[str]()
+    data, commands, taken = suite.data_words(cfg), [], set[str]()
     methods = ",".join(f"'{line}'" for line in dict.fromkeys(entry.rows().values()))
     for line in entry.then if lines is None else lines:
         name, *words = shlex.split(line.replace("{results}", str(cfg.results_dir)).replace("{at}", entry.slug))
@@ -220,7 +218,7 @@ def command_lines(
         mine = [word for word in others if is_run or word.partition("=")[0].partition(".")[0] in listed]
         mine = [word for word in mine if not word.startswith("hydra") and (is_run or not word.startswith("model"))]
         taken |= set(mine)
-        found.append((name, [*words, *mine, *(data if is_run else [])]))
+        commands.append((name, [*words, *mine, *(data if is_run else [])]))
     for word in () if entry.tasks else others:
         if word.startswith("hydra"):
             raise ValueError(
@@ -228,7 +226,7 @@ def command_lines(
             )
         if word not in taken and not word.startswith("model"):
             raise unknown_setting(word.partition("=")[0], read_config(files.path_of("command", GROUP)))
-    return found
+    return commands
 
 
 def _of_model(words: Sequence[str]) -> list[str]:
@@ -256,7 +254,7 @@ def plan(paper: Paper, entry: Entry, cfg: DictConfig, others: list[str], argumen
             console.print(Text(f"{row or '(no printed row)'}: kvbench {shlex.join(words)}"), soft_wrap=True)
         if cfg.plan == TIMED:
             methods = [suite.choice(words, "method") for _, words in jobs]
-            lines += _ahead([(compose(words), name) for (_, words), name in zip(jobs, methods, strict=True)])
+            lines += _preflight([(compose(words), name) for (_, words), name in zip(jobs, methods, strict=True)])
         else:
             lines += _counted([words for _, words in jobs])
         each = f", each a job of {shlex.join(launcher)}" if launcher else ""
@@ -268,13 +266,13 @@ def plan(paper: Paper, entry: Entry, cfg: DictConfig, others: list[str], argumen
             f"{'then ' if entry.tasks else ''}kvbench {files.spelled(name)} {shlex.join(words)}{_size(name, words)}"
         )
         if name == "calibrate" and cfg.plan == TIMED:
-            lines += _ahead(_calibrated(words))
+            lines += _preflight(_calibrated(words))
     if not entry.tasks:
         lines += [f"to start it: {start}", f"{IN_A_JOB} srun --gres=gpu:1 {start}"]
     if entry.took:
         lines.append(f"a small run of it took {entry.took}")
-    printed = entry.printed(paper)
-    named = {str(model): paper.models.get(str(model), "") for model in printed["model"].unique()}
+    rows = entry.printed(paper)
+    named = {str(model): paper.models.get(str(model), "") for model in rows["model"].unique()}
     if any(named.values()):
         lines.append("models of the printed cells; any other is never a match:")
     lines += [f"{model}: model=hf model.path={hub}" for model, hub in named.items() if hub]
@@ -284,8 +282,8 @@ def plan(paper: Paper, entry: Entry, cfg: DictConfig, others: list[str], argumen
 
 
 def _counted(jobs: Sequence[list[str]]) -> list[str]:
-    """Count the samples of jobs, task by task, as they are published, and name what of the data is not at hand; no
-    model is loaded, no row read and nothing fetched."""
+    """Count the samples of jobs, task by task, as they are published, and name missing data; no model is loaded, no row
+    read and nothing fetched."""
     from kvbench.config.compose import compose
     from kvbench.tasks import data_files
     from kvbench.tasks.files import at_hand
@@ -315,17 +313,17 @@ def _counted(jobs: Sequence[list[str]]) -> list[str]:
     return [*lines, f"how long and how large: plan={TIMED} times a few answers; so does the sweep before it begins"]
 
 
-def _ahead(asked: Sequence[tuple[DictConfig, str]]) -> list[str]:
-    """Say what is ahead of runs; gives why there is nothing to say of some, each reason once."""
+def _preflight(run_requests: Sequence[tuple[DictConfig, str]]) -> list[str]:
+    """Print the preflight of runs; returns the reasons of those left out, each once."""
     from kvbench.extensions.suite.preview import say
     from kvbench.runs.parts import Loaders
 
-    reasons = Counter(text.split(": ", 2)[-1] for text in say(asked, Loaders()))
-    return [f"! nothing is known of {count} of {len(asked)} runs: {reason}" for reason, count in reasons.items()]
+    reasons = Counter(text.split(": ", 2)[-1] for text in say(run_requests, Loaders()))
+    return [f"! nothing is known of {count} of {len(run_requests)} runs: {reason}" for reason, count in reasons.items()]
 
 
 def _calibrated(words: list[str]) -> list[tuple[DictConfig, str]]:
-    """The runs of a calibration's grid, as far as what is ahead of them goes."""
+    """Runs of a calibration's grid, for the preflight."""
     from kvbench.config.compose import compose
 
     count, tuning = _grid(words)
@@ -334,17 +332,17 @@ def _calibrated(words: list[str]) -> list[tuple[DictConfig, str]]:
 
 
 def _grid(words: list[str]) -> tuple[int, int]:
-    """How many settings a calibration tries, and through how many samples of each subset."""
+    """Number of settings that a calibration tries, and of samples of each subset."""
     from kvbench.extensions.calibrate.plan import read_plan
     from kvbench.runs.parts import make_policy
 
     cfg = commands.compose_command("calibrate", words)
-    asked = read_plan(cfg.calibrate, str(cfg._choices_.method), make_policy(cfg.method), rule=cfg.rule)
-    return sum(len(stage.values) for stage in asked.stages), asked.tuning_samples
+    plan = read_plan(cfg.calibrate, str(cfg._choices_.method), make_policy(cfg.method), rule=cfg.rule)
+    return sum(len(stage.values) for stage in plan.stages), plan.tuning_samples
 
 
 def _size(name: str, words: list[str]) -> str:
-    """How much a bench or a calibration measures, in words behind its command."""
+    """Size of a bench or a calibration, in words after its command."""
     if name == "bench":
         from kvbench.extensions.bench.command import settings_of
         from kvbench.kernels.bench.bench import Bench
@@ -393,7 +391,7 @@ def _list(paper: Paper) -> int:
 
 
 def here(entry: Entry) -> str:
-    """What makes an entry here, in a few words."""
+    """Means by which an entry is made here, in a few words."""
     if entry.cannot:
         return f"cannot be: {entry.cannot}"
     if entry.example:

@@ -1,4 +1,4 @@
-"""The papers beside kvbench: their tables and figures by number, and what makes each here (conf/paper/)."""
+"""Papers: their tables and figures by number, and the commands that make each here (conf/paper/)."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -26,7 +26,7 @@ class Entry:
 
     Args:
         at: Its kind and number, such as `table 1` and `figure 15a`.
-        shows: What it shows, in a few words.
+        shows: Its content, in a few words.
         cells: Locators of published.csv whose cells it holds, or whose prose states numbers of it.
         every, tasks: Words of every job, and lines of tasks, as a suite has them.
         methods: Name of a printed row -> line of words; or printed model -> line, of which another model takes the
@@ -37,13 +37,13 @@ class Entry:
         then: Lines of commands that run behind the jobs. `{results}` is the folder of results, `{at}` the entry as
             names of files have it, `{model}` the model as `bench` names it, and `{methods}` the list of the methods'
             lines.
-        example: Name in `examples.EXAMPLES`: what the paper draws, carried out by the store's own code and printed.
-        measured: Printed metric -> what a further command says of it: `WHAT FIELD`, such as `throughput batch`, or
-            `throughput ratio full` (see `beside_bench`).
-        differs: What of the paper's protocol is not known, or is another here.
-        without: Printed row, method or metric -> why nothing here answers it.
-        took: How long the commands took, on which machine.
-        cannot: Why there is no command and cannot be one.
+        example: Name in `examples.EXAMPLES`: the paper's drawing, carried out by the store's code and printed.
+        measured: Printed metric -> its counterpart in a further command's output: `WHAT FIELD`, such as
+            `throughput batch`, or `throughput ratio full` (see `printed_bench`).
+        differs: Parts of the paper's protocol that are not known, or differ here.
+        without: Printed row, method or metric -> reason why it has no counterpart here.
+        took: Time that the commands took, and the machine.
+        cannot: Reason why there cannot be a command.
     """
 
     at: str
@@ -63,16 +63,16 @@ class Entry:
 
     def rows(self, model: str = "") -> dict[str, str]:
         """Printed row -> its line of words on a printed model, or on any other."""
-        found = {}
+        rows = {}
         for name, lines in self.methods.items():
             line = lines if isinstance(lines, str) else lines.get(model) or next(iter(lines.values()))
             swept = SWEPT.search(name)
             for value in swept[1].split(",") if swept else ("",):
-                found[SWEPT.sub(value, name)] = line.replace("{}", value)
-        return found
+                rows[SWEPT.sub(value, name)] = line.replace("{}", value)
+        return rows
 
     def reason(self, *names: str) -> str:
-        """Why nothing answers a cell of this metric, method and row; empty where nothing is said."""
+        """Reason why a cell of this metric, method and row has no counterpart; empty where none is given."""
         return next((self.without[name] for name in names if name in self.without), "")
 
     def printed(self, paper: "Paper") -> "pd.DataFrame":
@@ -93,10 +93,10 @@ class Paper:
     Args:
         key: Its name on the command line: that of its file in conf/paper/.
         name: Its name in published.csv.
-        about: What it is.
+        about: Short description.
         models: Printed name of a model -> the hub id that stands for it.
         entries: In the paper's order, the tables first.
-        note: What a reader has to know of all entries.
+        note: Note on all entries.
     """
 
     key: str
@@ -128,7 +128,7 @@ def find(key: str) -> Paper:
     """
     raw = _raw(check_name(GROUP, key, files.options(GROUP)))
     check_keys(raw, ("name", "models", "note", "entries"), prefix=f"{key}.yaml: ")
-    entries = tuple(_entry(key, given) for given in raw.get("entries", ()))
+    entries = tuple(_entry(key, content) for content in raw.get("entries", ()))
     about = files.options(GROUP)[key]
     return Paper(key=key, name=raw["name"], about=about, models=raw["models"], note=raw["note"], entries=entries)
 
@@ -144,20 +144,20 @@ def _raw(key: str) -> dict[str, Any]:
     return empty | as_dict(read_config(files.path_of(GROUP, key)))
 
 
-def _entry(key: str, given: Mapping[str, Any]) -> Entry:
-    """An entry of a file; with `like: PAPER AT` it has what it does not say itself from there, or from an earlier one
-    of its own paper with `like: AT`."""
+def _entry(key: str, content: Mapping[str, Any]) -> Entry:
+    """Entry of a file; `like: PAPER AT` inherits missing keys from that entry, `like: AT` from an earlier one of the
+    same paper."""
     known = {item.name for item in fields(Entry)}
-    at = str(given.get("at"))
+    at = str(content.get("at"))
     prefix = f"{key}.yaml: {at}: "
-    check_keys(given, {*known, "like"}, prefix=prefix)
-    whole = dict(given)
+    check_keys(content, {*known, "like"}, prefix=prefix)
+    whole = dict(content)
     if like := whole.pop("like", ""):
         paper, _, other = like.partition(" ") if like.split()[0] not in KINDS else (key, "", like)
-        found = [one for one in _raw(paper)["entries"] if one.get("at") == other]
-        if not found:
+        others = [one for one in _raw(paper)["entries"] if one.get("at") == other]
+        if not others:
             raise ValueError(f"{prefix}like={like} names no entry; write PAPER AT, such as `diffkv table 1`")
-        whole = {name: value for name, value in found[0].items() if name != "cells"} | whole
+        whole = {name: value for name, value in others[0].items() if name != "cells"} | whole
         if inner := whole.pop("like", ""):
             raise ValueError(f"{prefix}like={like} is itself like {inner}; name that one")
     settings: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in whole.items()}

@@ -1,5 +1,5 @@
-"""The cells that a paper printed beside our runs, each with a verdict. Nothing is corrected and nothing is matched that
-is not the same: another model or another protocol is named and is never a match.
+"""Printed cells of a paper joined with our runs, each with a verdict. No number is corrected, and only
+equal conditions match: another model or protocol is named and is never a match.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,7 +40,7 @@ MEANING = {
 SHARES = {"share_of_FP16_accuracy", "share_of_full_cache_score"}
 BOUNDS = {"gt": 1, "ge": 1, "lt": -1, "up_to": -1}
 NO_SHARE = "a share of the full cache's score takes a run of it that scored above 0 on the same samples"
-ACROSS = 4  # tasks beside one another on a terminal
+ACROSS = 4  # tasks in a row on a terminal
 LATER = {"LeanKV": "DiffKV"}  # a method's name in an earlier paper of the same authors -> in the later one
 
 
@@ -53,7 +53,7 @@ class Ran(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A printed number with what we have beside it."""
+    """A printed number with our counterpart."""
 
     printed: Mapping[str, Any]
     """Its line of published.csv."""
@@ -76,7 +76,7 @@ class Cell:
 
 
 def join(paper: Paper, entry: Entry, ran: Sequence[Ran], changed: Sequence[str]) -> list[Cell]:
-    """Put our runs beside the printed cells of an entry.
+    """Join the printed cells of an entry with our runs.
 
     Args:
         ran: The entry's jobs.
@@ -111,12 +111,17 @@ def _cell(
     if why := entry.cannot or entry.reason(line["metric"], line["method"], row):
         return Cell(printed=line, row=row, verdict=CANNOT, note=why)
     stated = conditions(line["conditions"])
-    found = next(
-        ((run, own) for run in runs.get(row, ()) if (own := estimate_of(run, line["task"], stated)) is not None), None
+    match = next(
+        (
+            (run, estimate)
+            for run in runs.get(row, ())
+            if (estimate := estimate_of(run, line["task"], stated)) is not None
+        ),
+        None,
     )
-    if found is None or line["unit"] not in ("points", "%") or (line["unit"] == "%" and line["metric"] not in SHARES):
+    if match is None or line["unit"] not in ("points", "%") or (line["unit"] == "%" and line["metric"] not in SHARES):
         return Cell(printed=line, row=row)
-    run, own = found
+    run, estimate = match
     if line["metric"] in SHARES:
         full = next(
             (
@@ -131,15 +136,15 @@ def _cell(
         share = None if full is None else _share(run, full)
         if share is None:
             return Cell(printed=line, row=row, note=NO_SHARE)
-        own = share
-    known: dict[str, Any] = {"printed": line, "row": row, "model": run.record.model, "ours": own}
+        estimate = share
+    known: dict[str, Any] = {"printed": line, "row": row, "model": run.record.model, "ours": estimate}
     if not run.complete:
         return Cell(**known, verdict=NOT_RUN, note=f"{run.progress}; the same command goes on")
     if paper.printed_model(run.record.model) != line["model"]:
         return Cell(**known, verdict=OTHER_MODEL)
     if changed:
         return Cell(**known, verdict=OTHER_PROTOCOL, note=" ".join(changed))
-    return Cell(**known, verdict=_verdict(own, line["value"] / 100, stated.get("bound", "")))
+    return Cell(**known, verdict=_verdict(estimate, line["value"] / 100, stated.get("bound", "")))
 
 
 def _share(run: StoredRun, full: StoredRun) -> Estimate | None:
@@ -154,13 +159,13 @@ def _share(run: StoredRun, full: StoredRun) -> Estimate | None:
     mine, theirs = curves
     groups = by_subset(set(mine) & set(theirs))
     pairs = {subset: [(mine[name], theirs[name]) for name in names] for subset, names in groups.items()}
-    found = share_of_pairs(pairs, run.record.weighting)
-    if found is None:
+    share = share_of_pairs(pairs, run.record.weighting)
+    if share is None:
         return None
-    ends, kind = found.interval
+    ends, kind = share.interval
     low, high = (None, None) if ends is None else (1 + ends[0], 1 + ends[1])
     count = sum(map(len, pairs.values()))
-    return Estimate(value=1 + found.value, num_samples=count, low=low, high=high, interval=kind)
+    return Estimate(value=1 + share.value, num_samples=count, low=low, high=high, interval=kind)
 
 
 def _verdict(ours: Estimate, printed: float, bound: str) -> str:
@@ -199,32 +204,34 @@ def grid(cells: Sequence[Cell]) -> list[list[str]]:
     rows: dict[tuple[str, str], dict[str, Cell]] = {}
     for cell in cells:
         rows.setdefault((str(cell.printed["model"]), cell.row), {})[str(cell.printed["task"])] = cell
-    found, shown = [["row", "model", *tasks]], set[tuple[str, str]]()
-    for (model, row), own in rows.items():
-        printed = [f"{own[task].printed['printed']}{_unit(own[task])}" if task in own else "-" for task in tasks]
-        found.append([row, f"{model}, printed", *printed])
-        there = {task: cell for task, cell in own.items() if cell.ours is not None}
+    lines, shown = [["row", "model", *tasks]], set[tuple[str, str]]()
+    for (model, row), cells_of in rows.items():
+        printed = [
+            f"{cells_of[task].printed['printed']}{_unit(cells_of[task])}" if task in cells_of else "-" for task in tasks
+        ]
+        lines.append([row, f"{model}, printed", *printed])
+        there = {task: cell for task, cell in cells_of.items() if cell.ours is not None}
         ours = next(iter(there.values()), None)
         is_match = ours is not None and ours.verdict not in (OTHER_MODEL,)
         if ours is not None and (is_match or (row, ours.model) not in shown):
             shown.add((row, ours.model))
-            found.append(["", f"{ours.model}, here", *(_ours(there.get(task)) for task in tasks)])
+            lines.append(["", f"{ours.model}, here", *(_ours(there.get(task)) for task in tasks)])
         elif ours is None:
-            verdicts = dict.fromkeys(cell.verdict for cell in own.values())
-            found[-1][1] += f" ({', '.join(verdicts)})"
-    return found
+            verdicts = dict.fromkeys(cell.verdict for cell in cells_of.values())
+            lines[-1][1] += f" ({', '.join(verdicts)})"
+    return lines
 
 
 def _listed(cells: Sequence[Cell]) -> list[list[str]]:
     """A line for each speed or size, which no columns of tasks hold."""
-    found = [["row", "model", "of", "printed", "here"]]
+    lines = [["row", "model", "of", "printed", "here"]]
     for cell in cells:
         words = (cell.printed[name] for name in ("task", "metric"))
         bound = conditions(cell.printed["conditions"]).get("bound", "").replace("_", " ")
         printed = f"{cell.printed['printed']}{_unit(cell)}{f' ({bound})' if bound else ''}"
         here = cell.verdict if cell.ours is None else f"{_ours(cell)} ({cell.model})"
-        found.append([cell.row, str(cell.printed["model"]), ": ".join(words).replace("_", " "), printed, here])
-    return found
+        lines.append([cell.row, str(cell.printed["model"]), ": ".join(words).replace("_", " "), printed, here])
+    return lines
 
 
 def _unit(cell: Cell) -> str:
@@ -248,22 +255,22 @@ def markdown(paper: Paper, entry: Entry, cells: Sequence[Cell]) -> str:
 
 
 def notes(entry: Entry, cells: Sequence[Cell]) -> list[str]:
-    """What must be known: each verdict that is there, how often, what it means; reasons; what is known to differ."""
+    """Notes on a table: each verdict with its count and meaning; reasons; known differences."""
     counts = {word: sum(cell.verdict == word for cell in cells) for word in MEANING}
-    found = [f"{word}: {count} of {len(cells)} cells; {MEANING[word]}" for word, count in counts.items() if count]
+    lines = [f"{word}: {count} of {len(cells)} cells; {MEANING[word]}" for word, count in counts.items() if count]
     reasons = dict.fromkeys((cell.row, cell.note) for cell in cells if cell.note and cell.verdict == CANNOT)
-    found += [f"{row}: {note}" for row, note in reasons]
-    found += dict.fromkeys(cell.note for cell in cells if cell.note and cell.verdict != CANNOT)
+    lines += [f"{row}: {note}" for row, note in reasons]
+    lines += dict.fromkeys(cell.note for cell in cells if cell.note and cell.verdict != CANNOT)
     if any(cell.ours is not None for cell in cells):
-        found += [f"known to differ: {text}" for text in entry.differs]
-    return found
+        lines += [f"known to differ: {text}" for text in entry.differs]
+    return lines
 
 
 def show(paper: Paper, entry: Entry, cells: Sequence[Cell]) -> None:
     """Print the table and the notes."""
     console = terminal.console(160)
     (_, *headings), *rest = grid(cells)
-    model, *columns = [(heading, [line[place] for line in rest]) for place, heading in enumerate(headings, 1)]
+    model, *columns = [(heading, [line[column] for line in rest]) for column, heading in enumerate(headings, 1)]
     for first in range(0, len(columns), ACROSS):
         title = None if first else f"{paper.name}, {entry.at}: {entry.shows}"
         shown = [model, *columns[first : first + ACROSS]]

@@ -1,4 +1,4 @@
-"""`kvbench report view=published`: the numbers that papers printed, and where they stand. Not measured here."""
+"""`kvbench report view=published`: numbers printed in papers, with their locators; not measured here."""
 
 import csv
 import io
@@ -56,13 +56,13 @@ def task_name(name: str) -> str:
     return TASKS.get(plain(name), plain(name))
 
 
-def places_of(locator: str) -> list[str]:
+def locators_of(locator: str) -> list[str]:
     """The places that a locator names: `Sec 7.3 / Figure 15a` is two, and `Figure 11 + 13` too."""
-    found: list[str] = []
+    locators: list[str] = []
     for part in re.split(r" [/+] ", locator):
-        kind = found[-1].split()[0] if found and part[0].isdigit() else ""
-        found.append(f"{kind} {part}".strip())
-    return found
+        kind = locators[-1].split()[0] if locators and part[0].isdigit() else ""
+        locators.append(f"{kind} {part}".strip())
+    return locators
 
 
 SPELLINGS = {"papers": plain, "models": plain, "methods": method_name, "tasks": task_name}
@@ -70,7 +70,7 @@ SPELLINGS = {"papers": plain, "models": plain, "methods": method_name, "tasks": 
 
 @cache
 def rows() -> "pd.DataFrame":
-    """Every printed number that kvbench knows, in the order of the papers' tables.
+    """All collected printed numbers, in the order of the papers' tables.
 
     A `locator` is a table, a section or the abstract, a `variant` the setting as the paper names it. `memory_pct` is in
     % of the uncompressed cache, NaN where the paper gives none; its kind is `nominal`, or `unstated`, where the paper
@@ -81,10 +81,10 @@ def rows() -> "pd.DataFrame":
 
     names = ("published.csv", "published_conditions.csv")
     paths = (io.BytesIO((files(__package__) / name).read_bytes()) for name in names)
-    found, texts = (pd.read_csv(path, dtype=str, keep_default_na=False) for path in paths)
-    numbers = {name: pd.to_numeric(found[name], errors="coerce") for name in ("value", "memory_pct")}
-    words = found["conditions"].map(texts.set_index("conditions")["text"])
-    return found.assign(**numbers, conditions=words, printed=found["value"])
+    frame, texts = (pd.read_csv(path, dtype=str, keep_default_na=False) for path in paths)
+    numbers = {name: pd.to_numeric(frame[name], errors="coerce") for name in ("value", "memory_pct")}
+    words = frame["conditions"].map(texts.set_index("conditions")["text"])
+    return frame.assign(**numbers, conditions=words, printed=frame["value"])
 
 
 def select(places: Sequence[str] | None = None, **wanted: Sequence[str] | None) -> "pd.DataFrame":
@@ -99,14 +99,14 @@ def select(places: Sequence[str] | None = None, **wanted: Sequence[str] | None) 
             column, spelling = what.removesuffix("s"), SPELLINGS[what]
             result = result[result[column].isin(_fitting(what, names, rows()[column].unique(), spelling))]
     if places is not None:
-        known = {locator: places_of(locator) for locator in rows()["locator"].unique()}
-        each = list(dict.fromkeys(place for there in known.values() for place in there))
-        fits = _fitting("places", places, each, _place, end="[a-z]?$")
+        known = {locator: locators_of(locator) for locator in rows()["locator"].unique()}
+        each = list(dict.fromkeys(each_locator for there in known.values() for each_locator in there))
+        fits = _fitting("places", places, each, _locator, end="[a-z]?$")
         result = result[result["locator"].map(lambda locator: not fits.isdisjoint(known[locator]))]
     return result
 
 
-def _place(name: str) -> str:
+def _locator(name: str) -> str:
     """A table, a figure or a section in one spelling; the point in the number of a section counts."""
     return re.sub(r"^(sec)tion|^(fig)ure|^(tab)le", r"\1\2\3", re.sub(r"[^a-z0-9.]", "", name.lower()))
 
@@ -118,39 +118,39 @@ def _fitting(
     fits: set[str] = set()
     for name in names:
         test = re.compile(".*".join(re.escape(spelling(part)) for part in name.split("*")) + end)
-        found = {other for other in known if test.match(spelling(other))}
-        if not found:
+        matching = {other for other in known if test.match(spelling(other))}
+        if not matching:
             raise unknown_name(what, name, known)
-        fits |= found
+        fits |= matching
     return fits
 
 
 def conditions(stated: object) -> dict[str, str]:
-    """What a paper states of a cell, by the name of the condition."""
+    """Conditions that a paper states of a cell, by name."""
     return dict(part.partition("=")[::2] for part in str(stated).split(";") if "=" in part)
 
 
-def beside_full(found: "pd.DataFrame", table: list[str], column: str) -> "pd.DataFrame":
+def with_full(rows: "pd.DataFrame", table: list[str], column: str) -> "pd.DataFrame":
     """Rows of methods with the uncompressed cache's number of the same table, as `COLUMN_full`.
 
     Args:
         table: The columns that say which table, and which place in it.
     """
-    is_full = found["method"] == PRINTED_FULL
-    full = found[is_full].drop_duplicates(table, keep="last")[[*table, column]]
-    return found[~is_full].merge(full, on=table, how="left", suffixes=("", "_full"))
+    is_full = rows["method"] == PRINTED_FULL
+    full = rows[is_full].drop_duplicates(table, keep="last")[[*table, column]]
+    return rows[~is_full].merge(full, on=table, how="left", suffixes=("", "_full"))
 
 
 def points(task: str, methods: Sequence[str]) -> list[PublishedPoint]:
-    """Printed scores of a task and methods, by our names, that can stand in a picture: a known memory share, and an
-    uncompressed cache beside them."""
-    found = rows()
-    found = found[(found["task"].map(task_name) == task_name(task)) & (found["unit"] == "points")]
-    found = beside_full(found, ["paper", "locator", "model", "metric"], "value").dropna(subset=["value_full"])
-    found = found[found["method"].map(method_name).isin({method_name(name) for name in methods})]
-    found = found[found["memory_pct"] > 0].copy()
-    found["difference"] = (found["value"] - found["value_full"]) / 100
-    return list(map(PublishedPoint._make, found[list(PublishedPoint._fields)].values.tolist()))
+    """Printed scores of a task and methods, by our names, that can stand in a picture: with a known memory share, and
+    an uncompressed cache in the same table."""
+    frame = rows()
+    frame = frame[(frame["task"].map(task_name) == task_name(task)) & (frame["unit"] == "points")]
+    frame = with_full(frame, ["paper", "locator", "model", "metric"], "value").dropna(subset=["value_full"])
+    frame = frame[frame["method"].map(method_name).isin({method_name(name) for name in methods})]
+    frame = frame[frame["memory_pct"] > 0].copy()
+    frame["difference"] = (frame["value"] - frame["value_full"]) / 100
+    return list(map(PublishedPoint._make, frame[list(PublishedPoint._fields)].values.tolist()))
 
 
 def printed_points(task: str, methods: Sequence[str]) -> list[PrintedPoint]:
@@ -185,13 +185,13 @@ def shares(method: str, model: str) -> list[PrintedShare]:
     """The rows that print the memory of a method, by our name, on a model; read without pandas, which takes longer to
     load than `kvbench bytes` has to count."""
     text = (files(__package__) / "published.csv").read_text(encoding="utf-8")
-    found = [row for row in csv.DictReader(io.StringIO(text)) if method_name(row["method"]) == method_name(method)]
-    each = [(row, float(row["memory_pct"] or "nan")) for row in found if _untuned(row["model"]) == plain(model)]
+    listed = [row for row in csv.DictReader(io.StringIO(text)) if method_name(row["method"]) == method_name(method)]
+    each = [(row, float(row["memory_pct"] or "nan")) for row in listed if _untuned(row["model"]) == plain(model)]
     return [PrintedShare(row["paper"], row["locator"], row["model"], share) for row, share in each if share > 0]
 
 
 class PrintedLoss(NamedTuple):
-    """What a table prints of a method's setting on a model."""
+    """Loss and memory that a table prints for a method's setting on a model."""
 
     paper: str
     locator: str
@@ -207,21 +207,21 @@ class PrintedLoss(NamedTuple):
 
 def losses(model: str) -> list[PrintedLoss]:
     """The settings that papers print for a model, under our name, with their memory and an uncompressed cache."""
-    found = of_model(model)
-    found = found[found["unit"] == "points"]
-    found = beside_full(found, ["paper", "locator", "model", "task", "metric"], "value").dropna(subset=["value_full"])
-    found = found[found["memory_pct"] > 0].copy()
-    found["lost"] = (found["value_full"] - found["value"]) / 100
-    each = found.groupby(["paper", "locator", "model", "method", "variant"], sort=False)
+    frame = of_model(model)
+    frame = frame[frame["unit"] == "points"]
+    frame = with_full(frame, ["paper", "locator", "model", "task", "metric"], "value").dropna(subset=["value_full"])
+    frame = frame[frame["memory_pct"] > 0].copy()
+    frame["lost"] = (frame["value_full"] - frame["value"]) / 100
+    each = frame.groupby(["paper", "locator", "model", "method", "variant"], sort=False)
     most = each.agg(memory_pct=("memory_pct", "max"), lost=("lost", "max"), num_tasks=("task", "nunique")).reset_index()
     return list(map(PrintedLoss._make, most[list(PrintedLoss._fields)].values.tolist()))
 
 
-def _show(found: "pd.DataFrame", limit: int, console: Console) -> None:
-    for (paper, locator, model), together in groupby(
-        found[:limit].itertuples(), lambda row: (row.paper, row.locator, row.model)
+def _show(frame: "pd.DataFrame", limit: int, console: Console) -> None:
+    for (paper, locator, model), group in groupby(
+        frame[:limit].itertuples(), lambda row: (row.paper, row.locator, row.model)
     ):
-        rows_of = list(together)
+        rows_of = list(group)
         table = terminal.plain_table(f"{paper}, {locator}: {model}")
         for heading in ("method", "variant", "task", "metric"):
             terminal.add_names(table, heading, [getattr(row, heading) for row in rows_of])
@@ -234,19 +234,19 @@ def _show(found: "pd.DataFrame", limit: int, console: Console) -> None:
             table.add_row(*map(Text, cells), f"{row.value:g}{unit}", memory)
         console.print(table)
         console.print()
-    if len(found) > limit:
-        console.print(Text(f"{len(found) - limit} more rows; limit=null shows all", style="dim"))
+    if len(frame) > limit:
+        console.print(Text(f"{len(frame) - limit} more rows; limit=null shows all", style="dim"))
     console.print(Text(NOTE, style="dim"))
 
 
 def main(cfg: DictConfig) -> int:
     """Carry out `kvbench report view=published`."""
     wanted = {name: patterns(cfg[name]) for name in (*SPELLINGS, "places")}
-    found = select(**wanted)
-    if found.empty:
-        asked = ", ".join(f"{name}={value}" for name, value in wanted.items() if value)
-        raise ValueError(f"no printed number has all of {asked}; leave one out")
+    frame = select(**wanted)
+    if frame.empty:
+        conditions = ", ".join(f"{name}={value}" for name, value in wanted.items() if value)
+        raise ValueError(f"no printed number has all of {conditions}; leave one out")
     console = terminal.console(150)
-    _show(found, len(found) if cfg.limit is None else int(cfg.limit), console)
-    write_frame(found.astype(object).where(found.notna(), None), cfg.out)
+    _show(frame, len(frame) if cfg.limit is None else int(cfg.limit), console)
+    write_frame(frame.astype(object).where(frame.notna(), None), cfg.out)
     return 0

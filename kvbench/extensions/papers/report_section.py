@@ -24,13 +24,13 @@ OF_SEEN = {("DiffKV", "Table 1"), ("DiffKV", "Table 3")}
 SETTINGS = {"alpha_h": "alpha_h", "alpha_l": "alpha_l", "bits": "bits", "group": "group", "residual": "residual_tokens"}
 SETTINGS |= {"pooling": "pool_kernel", "block": "block", "pyramid_depth": "depth", "window": "window"}
 SETTINGS |= {"max_prompt": "max_prompt_tokens", "max_gen": "max_new_tokens", "shots": "num_fewshot"}
-# What is no condition of a run here, but of the table or of its memory.
+# Conditions of a table or of its memory, which are none of a run here.
 NO_CONDITION = {"memory_source", "memory_basis", "benchmark_printed", "subsets", "C", "benchmark", "levels", "weights"}
 HEADINGS = ["run", "match", "printed in", "of", "setting there", "task", "theirs", "ours [95 %]"]
 HEADINGS += [f"memory % there, {RESIDENT.short} % here", "conditions that differ"]
 
 
-def beside(group: Group) -> dict[str, Any]:
+def printed_table(group: Group) -> dict[str, Any]:
     """The table of a group as the page shows it; no rows where no paper printed anything of it."""
     rows = [row for run in group.runs if run.method != FULL for row in _rows(group, run)]
     rows.sort(key=lambda row: (row["style"] == "other", row["label"]))  # what is nearest to the paper first
@@ -48,10 +48,10 @@ def beside(group: Group) -> dict[str, Any]:
 
 
 def _rows(group: Group, run: StoredRun) -> Iterator[dict[str, Any]]:
-    found = published.rows()
-    found = found[(found["unit"] == "points") & found["locator"].str.startswith("Table")]
-    found = published.beside_full(found, ["paper", "locator", "model", "task", "metric"], "printed")
-    mine = found[found["method"].map(method_name) == method_name(run.method)]
+    frame = published.rows()
+    frame = frame[(frame["unit"] == "points") & frame["locator"].str.startswith("Table")]
+    frame = published.with_full(frame, ["paper", "locator", "model", "task", "metric"], "printed")
+    mine = frame[frame["method"].map(method_name) == method_name(run.method)]
     models = set(published.of_model(run.record.model)["model"]) if run.record.model else set()
     known, held = _settings(run), summary.ledger(list(run.samples.values())).get(f"{RESIDENT.name}_ratio")
     for row in mine.itertuples():
@@ -60,24 +60,25 @@ def _rows(group: Group, run: StoredRun) -> Iterator[dict[str, Any]]:
         is_setting = fits(row.variant, known, (row.paper, row.locator) in OF_SEEN)
         if ours is None or ours.value is None or is_setting is False:
             continue
-        beside_full = estimate_of(group.reference, row.task, stated) if group.reference else None
+        full_value = estimate_of(group.reference, row.task, stated) if group.reference else None
         is_model = row.model in models
-        told, match = differences(stated, known, is_setting)
+        notes, match = differences(stated, known, is_setting)
         ends = NO_INTERVAL if ours.ends is None else f"[{', '.join(number(end, SCORE.scale) for end in ours.ends)}]"
         theirs = row.printed if row.printed_full != row.printed_full else f"{row.printed} (full {row.printed_full})"
         text = f"{number(ours.value, SCORE.scale)} {ends}"
-        if beside_full is not None and beside_full.value is not None:
-            text += f" (full {number(beside_full.value, SCORE.scale)})"
+        if full_value is not None and full_value.value is not None:
+            text += f" (full {number(full_value.value, SCORE.scale)})"
         memory = "-" if row.memory_pct != row.memory_pct else f"{row.memory_pct:g} ({row.memory_kind})"
         memory += ", -" if held is None else f", {RESIDENT.scale * held:.1f}"
         cells = [match if is_model else OTHER_MODEL, f"{row.paper}, {row.locator}", row.model, row.variant, row.task]
-        cells += [theirs, text, memory, "; ".join(told) or "none stated"]
+        cells += [theirs, text, memory, "; ".join(notes) or "none stated"]
         yield {"label": run.label, "cells": cells, "style": "match" if is_model else "other"}
 
 
 def fits(variant: str, known: Mapping[str, Any], of_seen: bool = False) -> bool | None:
-    """Whether a run has the setting that a paper names so; None where the name says nothing that can be compared. With
-    `of_seen` the paper's percentages are shares of all tokens seen."""
+    """True where a run has the setting of a paper's variant; None where its name says nothing that can be compared.
+
+    With `of_seen` the paper's percentages are shares of all tokens seen."""
     budget = known.get("budget")
     if share := re.match(r"(\d+(?:\.\d+)?)%$", variant):
         budget = known.get("read_budget", budget)
@@ -101,29 +102,29 @@ def fits(variant: str, known: Mapping[str, Any], of_seen: bool = False) -> bool 
 def differences(stated: Mapping[str, str], known: Mapping[str, Any], is_setting: bool | None) -> tuple[list[str], str]:
     """The conditions that a paper states and a run has otherwise, in words, with those that are not compared; and what
     that makes of a run with the same model."""
-    told, other, unknown = [], False, []
+    notes, other, unknown = [], False, []
     for name, value in stated.items():
         if name in NO_CONDITION:
             continue
-        own = next((known[key] for key in (SETTINGS.get(name, ""), f"obs_{name}") if key in known), None)
+        ours = next((known[key] for key in (SETTINGS.get(name, ""), f"obs_{name}") if key in known), None)
         if value == "unstated":
-            told.append(f"{name}: not stated there")
-        elif own is None:
+            notes.append(f"{name}: not stated there")
+        elif ours is None:
             unknown.append(f"{name}={value}")
-        elif not _same(value, own):
-            told.append(f"{name}: {value} there, {safe(own)} here")
+        elif not _same(value, ours):
+            notes.append(f"{name}: {value} there, {safe(ours)} here")
             other = True
     if is_setting is None:
-        told.insert(0, "the setting is not compared")
-    told += [f"stated there alone: {', '.join(unknown)}"] if unknown else []
-    return told, OTHER_PROTOCOL if other else NOT_COMPARED if unknown or is_setting is None else AS_STATED
+        notes.insert(0, "the setting is not compared")
+    notes += [f"stated there alone: {', '.join(unknown)}"] if unknown else []
+    return notes, OTHER_PROTOCOL if other else NOT_COMPARED if unknown or is_setting is None else AS_STATED
 
 
-def _same(value: str, own: Any) -> bool:
+def _same(value: str, ours: Any) -> bool:
     try:
-        return float(value) == float(own)
+        return float(value) == float(ours)
     except (TypeError, ValueError, OverflowError):
-        return plain(value) == plain(str(own))
+        return plain(value) == plain(str(ours))
 
 
 def _settings(run: StoredRun) -> dict[str, Any]:

@@ -70,16 +70,16 @@ def section(paper: Paper) -> str:
 
 def _row(paper: Paper, entry: Entry) -> list[str]:
     kind, _, number = entry.at.partition(" ")
-    found = len(entry.printed(paper))
+    num_printed = len(entry.printed(paper))
     command = f"`kvbench paper {paper.key} {kind}={number}`: {here(entry)}"
     if entry.cannot:
         command = here(entry)
-    cells = (entry.at, entry.shows, command, f"{found or '-'}", entry.took or "-")
+    cells = (entry.at, entry.shows, command, f"{num_printed or '-'}", entry.took or "-")
     return [cell.replace("|", "\\|") for cell in cells]
 
 
 def _details(paper: Paper) -> list[str]:
-    """What each entry runs, and what is known to differ."""
+    """Commands of each entry, and known differences."""
     parts = []
     for entry in paper.entries:
         if not (entry.tasks or entry.then or (entry.example and entry.differs)):
@@ -95,8 +95,8 @@ def _details(paper: Paper) -> list[str]:
 def _lines(entry: Entry) -> str:
     lines = [f"every: {entry.every}"] if entry.tasks else []
     lines += [f"task: {line}" for line in entry.tasks]
-    for name, given in entry.methods.items():
-        each = {"": given} if isinstance(given, str) else given
+    for name, method_words in entry.methods.items():
+        each = {"": method_words} if isinstance(method_words, str) else method_words
         lines += [f"{name}{f' on {model}' if model else ''}: {line}" for model, line in each.items()]
     for word, commands in (("first", entry.first), ("then", entry.then)):
         for line in commands:

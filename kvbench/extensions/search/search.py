@@ -2,7 +2,7 @@
 precision and allocation at once; the best are judged on samples that took no part in the search.
 
 Every setting that is tried has a journal of its own, named by the hash of the run that it is, and the study is a file
-beside them. A search that was stopped goes on; nothing that was measured is measured again.
+next to them. A search that was stopped goes on; nothing that was measured is measured again.
 """
 
 import warnings
@@ -66,12 +66,12 @@ def main(cfg: DictConfig, parts: Loaders | None = None) -> int:
     sweep = Sweep(experiment, "search", parts, folder=folder / "points", prompts=prompts)
     full = sweep.full(tuning)
     decides = {"full": full.experiment.identity, "search": as_dict(wanted.cfg) | {"trials": 0, "winners": 0}}
-    with opened(folder, sweep, decides) as (own, _):
-        tried = _search(sweep, wanted, tuning, full, own)
+    with opened(folder, sweep, decides) as (result_folder, _):
+        tried = _search(sweep, wanted, tuning, full, result_folder)
         chosen = winners(tried, wanted)
         hand, origin = by_hand(root, task.name, model.name, wanted)
         judged = _held_out(sweep, wanted, held_out, chosen, hand)
-        paths = search_verdict.write(own, wanted, tried, judged, origin)
+        paths = search_verdict.write(result_folder, wanted, tried, judged, origin)
     search_verdict.show(wanted, tried, judged, origin, task.name, model.name, paths)
     return 0
 
@@ -98,16 +98,16 @@ def _wanted(cfg: DictConfig) -> Wanted:
     return Wanted(cfg=cfg, space=read_space(cfg), plan=plan, most=float(cfg.most or MOST * margin))
 
 
-def _search(sweep: Sweep, wanted: Wanted, task: TaskSet, full: Trial, own: Path) -> list[Tried]:
-    """Try as many settings as are wanted; those of before count."""
+def _search(sweep: Sweep, wanted: Wanted, task: TaskSet, full: Trial, result_folder: Path) -> list[Tried]:
+    """Try settings up to the wanted number; earlier trials count."""
     import optuna
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     if not sweep.cfg.resume:
-        (own / "study.log").unlink(missing_ok=True)
-    storage = JournalStorage(JournalFileBackend(str(own / "study.log")))
+        (result_folder / "study.log").unlink(missing_ok=True)
+    storage = JournalStorage(JournalFileBackend(str(result_folder / "study.log")))
     goals = [optuna.study.StudyDirection.MINIMIZE] * 2
     study = optuna.create_study(storage=storage, study_name="search", directions=goals, load_if_exists=True)
     states = optuna.trial.TrialState
@@ -116,19 +116,19 @@ def _search(sweep: Sweep, wanted: Wanted, task: TaskSet, full: Trial, own: Path)
     begun = len(study.get_trials(deepcopy=False))
     study.sampler = _sampler(wanted.cfg, begun)
     sweep.measure([full], "full: search")
-    criterion, found = wanted.plan.rule.criterion, dict[str, Tried]()
+    criterion, by_key = wanted.plan.rule.criterion, dict[str, Tried]()
 
     def measured(method: str, settings: dict[str, Any], label: str) -> Tried:
         """A setting's numbers, from its journal as far as that goes."""
         key = f"{method} {settings}"
-        if key not in found:
+        if key not in by_key:
             trial = sweep.of(method).trial(settings, task)
             sweep.measure([trial], label)
-            found[key] = Tried(method=method, settings=settings, measured=evaluate(trial, full, wanted.plan.rule))
-        return found[key]
+            by_key[key] = Tried(method=method, settings=settings, measured=evaluate(trial, full, wanted.plan.rule))
+        return by_key[key]
 
     def objective(trial: "optuna.Trial") -> tuple[float, float]:
-        """Bytes and loss of what the sampler proposes."""
+        """Bytes and loss of the proposed setting."""
         method = trial.suggest_categorical("method", [item.method for item in wanted.space])
         settings = next(item for item in wanted.space if item.method == method).suggest(trial)
         trial.set_user_attr("method", method)
@@ -172,17 +172,17 @@ def _sampler(cfg: DictConfig, begun: int) -> "optuna.samplers.BaseSampler":
 
 
 def _held_out(sweep: Sweep, wanted: Wanted, task: TaskSet, chosen: Sequence[Tried], hand: Sequence[Tried]) -> Judged:
-    """The winners beside the settings made by hand, on samples that nothing was chosen on."""
+    """Judge the winners against the settings made by hand, on held-out samples."""
     trials: dict[str, tuple[str, Trial, bool]] = {}
-    # What people chose before is theirs, however a search comes upon it.
-    for item, is_found in [*((item, True) for item in chosen), *((item, False) for item in hand)]:
+    # A setting made by hand counts as such, also where the search tries it.
+    for item, is_searched in [*((item, True) for item in chosen), *((item, False) for item in hand)]:
         label = f"{item.method} {words(item.settings)}".strip()
         try:
             trial = sweep.of(item.method).trial(item.settings, task)
         except ValueError as error:
             note(f"left out: {label}: {error}")
             continue
-        trials[trial.experiment.hash] = label, trial, is_found
+        trials[trial.experiment.hash] = label, trial, is_searched
     full = sweep.full(task)
     sweep.measure([*(trial for _, trial, _ in trials.values()), full], "held-out")
     return judge(full, list(trials.values()), wanted.plan.rule)

@@ -1,5 +1,5 @@
-"""The space of a search, as methods declare it, and the settings in it: what was tried, which of it is worth another
-look, and what people chose, which a search has to beat."""
+"""The space of a search, as methods declare it, and the settings in it: those tried, those worth a
+held-out trial, and those made by hand, which a search has to beat."""
 
 import fnmatch
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ class Knob:
     options: tuple[Any, ...] = ()
 
     def suggest(self, trial: "optuna.Trial", method: str) -> Any:
-        """A value."""
+        """Suggest a value."""
         name = f"{method}.{self.name}"
         if self.options:
             return self.options[trial.suggest_categorical(name, tuple(range(len(self.options))))]
@@ -51,18 +51,19 @@ class Knob:
 
 @dataclass(frozen=True, kw_only=True)
 class Searched:
-    """One method, by the name of its configuration, and what is varied of it."""
+    """One method, by the name of its configuration, and its varied settings."""
 
     method: str
     knobs: tuple[Knob, ...]
 
     def suggest(self, trial: "optuna.Trial") -> dict[str, Any]:
-        """Values for all of its knobs."""
+        """Suggest values for all of its knobs."""
         return {knob.name: knob.suggest(trial, self.method) for knob in self.knobs}
 
 
 def read_space(cfg: DictConfig) -> list[Searched]:
-    """The methods of a search with what is varied of each; ValueError for what does not exist or cannot be varied.
+    """The methods of a search with the varied settings of each; ValueError for one that does not exist or cannot be
+    varied.
 
     Two configurations of one class that differ in nothing but what is varied are one, the first by name.
     """
@@ -72,21 +73,21 @@ def read_space(cfg: DictConfig) -> list[Searched]:
     for pattern in patterns or ():
         if not fnmatch.filter(known, pattern):
             raise unknown_name("search.methods", pattern, known)
-    found: dict[str, Searched] = {}
+    space: dict[str, Searched] = {}
     for method in known:
         if method == FULL or (patterns is not None and not any(fnmatch.fnmatchcase(method, p) for p in patterns)):
             continue
         settings = as_dict(method_settings(method))
         fields = declared(policy_class(settings["_target_"]))
-        # What every ranking method shares is varied where a method's file lists it: else it would be most of a space.
-        own = {name: field for name, field in fields.items() if name in settings or name not in SHARED}
-        knobs = tuple(knob for name, field in own.items() if (knob := _knob(name, field, cfg, low, high)))
+        # Settings shared by all ranking methods are varied where a method's file lists them: else they would dominate.
+        method_fields = {name: field for name, field in fields.items() if name in settings or name not in SHARED}
+        knobs = tuple(knob for name, field in method_fields.items() if (knob := _knob(name, field, cfg, low, high)))
         rest = {name: value for name, value in settings.items() if name not in {knob.name for knob in knobs}}
         if knobs:
-            found.setdefault(repr(sorted(rest.items(), key=str)), Searched(method=method, knobs=knobs))
-    if not found:
+            space.setdefault(repr(sorted(rest.items(), key=str)), Searched(method=method, knobs=knobs))
+    if not space:
         raise ValueError(f"search.methods={cfg.methods}: none of them has a setting to vary; `kvbench help` shows them")
-    return list(found.values())
+    return list(space.values())
 
 
 def _range(budget: Any) -> tuple[float, float]:
@@ -129,7 +130,7 @@ class Wanted:
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
-    """One method at settings, as they differ from its configuration, that the search tried or that somebody chose."""
+    """One method at settings, as they differ from its configuration, that the search tried or a user chose."""
 
     method: str
     settings: dict[str, Any]
@@ -163,13 +164,13 @@ def winners(tried: Sequence[Tried], wanted: Wanted) -> list[Tried]:
     if len(useful) <= count:
         return useful
     places = {round(index * (len(useful) - 1) / max(1, count - 1)) for index in range(count)}
-    return [useful[place] for place in sorted(places)]
+    return [useful[number] for number in sorted(places)]
 
 
 def by_hand(results_dir: Path, task: str, model: str, wanted: Wanted) -> tuple[list[Tried], str]:
     """The settings of the stored runs of a task and model, `most` at most, the best first; the shipped ones of the
-    searched methods where none is stored. And where they are from: `STORED` or `SHIPPED`."""
-    found: dict[str, tuple[float, float, Tried]] = {}
+    searched methods where none is stored. Also their source: `STORED` or `SHIPPED`."""
+    by_label: dict[str, tuple[float, float, Tried]] = {}
     what, most = LOSSES[wanted.plan.rule.criterion].measure, wanted.cfg.by_hand
     for path in sorted((results_dir / folder_name(task) / folder_name(model)).glob("*/*/run.json")):
         try:
@@ -178,14 +179,14 @@ def by_hand(results_dir: Path, task: str, model: str, wanted: Wanted) -> tuple[l
             continue
         if record is None or record.status != "complete" or (settings := _settings(record)) is None:
             continue
-        own = score(record.primary, record.metrics[record.primary].higher_is_better) if what is SCORE else what
-        places = RESIDENT.of_run(record), own.of_run(record)
+        quality = score(record.primary, record.metrics[record.primary].higher_is_better) if what is SCORE else what
+        places = RESIDENT.of_run(record), quality.of_run(record)
         if places[0] is not None and places[1] is not None:
-            worse = -places[1] if own.higher_is_better else places[1]
-            found.setdefault(f"{settings.method} {settings.settings}", (places[0], worse, settings))
-    if not found:
+            worse = -places[1] if quality.higher_is_better else places[1]
+            by_label.setdefault(f"{settings.method} {settings.settings}", (places[0], worse, settings))
+    if not by_label:
         return [Tried(method=item.method, settings={}) for item in wanted.space][:most], SHIPPED
-    left = list(found.values())
+    left = list(by_label.values())
     ordered: list[tuple[float, float, Tried]] = []
     while left and len(ordered) < most:
         best = [left[index] for index in best_so_far([x[0] for x in left], [x[1] for x in left], False)]

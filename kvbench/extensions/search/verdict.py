@@ -1,5 +1,5 @@
 """The end of a search: is a point beyond the settings made by hand, judged on held-out samples by the code of `pareto`;
-and what is printed and written of it."""
+and its printed and written form."""
 
 import dataclasses
 import json
@@ -34,9 +34,9 @@ BETTER, AS_GOOD = "better", "as good"
 
 @dataclass(frozen=True, kw_only=True)
 class Beyond:
-    """A point that was found, beside one made by hand that costs more, and how much less it loses."""
+    """A point of the search, a costlier point made by hand, and how much less the first loses."""
 
-    found: Point
+    point: Point
     hand: Point
     how: str
     """`BETTER`: it loses less, beyond chance; `AS_GOOD`: it loses at most the margin more."""
@@ -49,7 +49,7 @@ class Judged:
 
     panel: Panel | None
     """None where nothing was measured that could be drawn."""
-    found: set[str] = field(default_factory=set)
+    searched: set[str] = field(default_factory=set)
     """Keys of the points that the search found."""
     beyond: list[Beyond] = field(default_factory=list)
     """Proven, the largest gain first."""
@@ -62,19 +62,19 @@ def judge(full: Trial, trials: Sequence[tuple[str, Trial, bool]], rule: Rule) ->
     """Puts the measured trials on one frontier: label, trial, and True where the search found it."""
     runs = [_stored("full", full), *(_stored(label, trial) for label, trial, _ in trials)]
     group = Group(task=full.experiment.task.name, model=full.experiment.model.name, title="held-out samples", runs=runs)
-    asked = {"metric": rule.criterion, "quality": "difference", "margin": rule.margin, "incomplete": False}
-    panel = build(group, OmegaConf.create(asked | {"resamples": rule.resamples, "seed": rule.seed}))
+    settings = {"metric": rule.criterion, "quality": "difference", "margin": rule.margin, "incomplete": False}
+    panel = build(group, OmegaConf.create(settings | {"resamples": rule.resamples, "seed": rule.seed}))
     if panel is None:
         return Judged(panel=None, notes=group.notes)
-    labels = {label for label, _, is_found in trials if is_found}
-    found = [point for point in panel.points if point.label in labels]
+    labels = {label for label, _, is_searched in trials if is_searched}
+    searched = [point for point in panel.points if point.label in labels]
     hand = [point for point in panel.points if point.label not in labels and point.key != panel.reference]
-    beyond = _beyond(panel, found, hand)
-    named = {item.found.key for item in beyond}
-    maybe = [point for point in _unbeaten(panel, found, hand) if point.key not in named]
+    beyond = _beyond(panel, searched, hand)
+    named = {item.point.key for item in beyond}
+    maybe = [point for point in _unbeaten(panel, searched, hand) if point.key not in named]
     small = f"n too small: {panel.num_samples} held-out samples prove nothing; raise search.held_out_samples"
     notes = [small] if panel.num_samples < FEWEST_SAMPLES else []
-    return Judged(panel=panel, found={point.key for point in found}, beyond=beyond, maybe=maybe, notes=notes)
+    return Judged(panel=panel, searched={point.key for point in searched}, beyond=beyond, maybe=maybe, notes=notes)
 
 
 def _stored(label: str, trial: Trial) -> StoredRun:
@@ -97,14 +97,17 @@ def _stored(label: str, trial: Trial) -> StoredRun:
     return StoredRun(name=experiment.hash, record=record, samples=samples, total=len(experiment.keys), label=label)
 
 
-def _beyond(panel: Panel, found: Sequence[Point], hand: Sequence[Point]) -> list[Beyond]:
-    """The points found that take the place of one on the frontier made by hand; `BETTER` is corrected (Holm) over all
+def _beyond(panel: Panel, searched: Sequence[Point], hand: Sequence[Point]) -> list[Beyond]:
+    """Points of the search that dominate one on the frontier made by hand; `BETTER` is corrected (Holm) over all
     pairs of a point found and a dearer point made by hand."""
     sign = 1 if panel.what.higher_is_better else -1
     costs = [point.costs[RESIDENT.name] for point in hand]
     best = best_so_far([cost.value for cost in costs], [p.quality for p in hand], panel.what.higher_is_better)
     pairs = [
-        (mine, hand[index]) for mine in found for index in best if is_cheaper(mine.costs[RESIDENT.name], costs[index])
+        (mine, hand[index])
+        for mine in searched
+        for index in best
+        if is_cheaper(mine.costs[RESIDENT.name], costs[index])
     ]
     tests = [panel.difference(a, b) for a, b in pairs]
     corrected = holm([test.p if sign * test.value > 0 else 1.0 for test in tests])
@@ -113,18 +116,18 @@ def _beyond(panel: Panel, found: Sequence[Point], hand: Sequence[Point]) -> list
         ends = test.interval[0]
         worst = None if ends is None else ends[0] if sign > 0 else -ends[1]
         if p is not None and p < ALPHA:
-            result.append(Beyond(found=mine, hand=theirs, how=BETTER, gain=sign * test.value))
+            result.append(Beyond(point=mine, hand=theirs, how=BETTER, gain=sign * test.value))
         elif worst is not None and worst >= -panel.margin:
-            result.append(Beyond(found=mine, hand=theirs, how=AS_GOOD, gain=sign * test.value))
+            result.append(Beyond(point=mine, hand=theirs, how=AS_GOOD, gain=sign * test.value))
     return sorted(result, key=lambda item: (item.how != BETTER, -item.gain))
 
 
-def _unbeaten(panel: Panel, found: Sequence[Point], hand: Sequence[Point]) -> list[Point]:
+def _unbeaten(panel: Panel, searched: Sequence[Point], hand: Sequence[Point]) -> list[Point]:
     """The points found that no point made by hand, as cheap or cheaper, equals by the estimates; between the cheapest
     and the dearest of these."""
     sign = 1 if panel.what.higher_is_better else -1
     result = []
-    for point in found:
+    for point in searched:
         cheaper = [p for p in hand if p.costs[RESIDENT.name].value <= point.costs[RESIDENT.name].value]
         if cheaper and all(sign * other.quality < sign * point.quality for other in cheaper):
             result.append(point)
@@ -153,7 +156,7 @@ def write(folder: Path, wanted: Wanted, tried: Sequence[Tried], judged: Judged, 
         "held_out": [
             {
                 "point": point.label,
-                "found": point.key in judged.found,
+                "found": point.key in judged.searched,
                 "bytes_ratio": point.costs[RESIDENT.name].value,
                 "quality": point.quality,
                 "interval": point.interval,
@@ -174,12 +177,12 @@ def verdict(judged: Judged, origin: str, wanted: Wanted) -> list[str]:
     made = "the stored runs' settings" if origin == STORED else "the shipped settings (no run of this task is stored)"
     lines = []
     for item in judged.beyond:
-        mine, theirs = (100 * point.costs[RESIDENT.name].value for point in (item.found, item.hand))
+        mine, theirs = (100 * point.costs[RESIDENT.name].value for point in (item.point, item.hand))
         gain = number(abs(item.gain), what.scale)
         how = f"loses {gain} {what.unit} less (p < 0.05, Holm)"
         if item.how != BETTER:
             how = f"loses no more than {number(judged.panel.margin, what.scale)} {what.unit} more (95 % interval)"
-        both = f"{item.found.label} holds {mine:.1f} % where {item.hand.label} holds {theirs:.1f} %"
+        both = f"{item.point.label} holds {mine:.1f} % where {item.hand.label} holds {theirs:.1f} %"
         lines.append(f"beyond: {both}; it {how}")
     if not judged.beyond:
         lines.append(f"found no point that is proven beyond {made}, on {count} held-out samples")
@@ -206,7 +209,7 @@ def show(
         for heading in ("by", "% of FP16", f"{what.short}, {what.unit}"):
             table.add_column(heading, justify="right", no_wrap=True)
         for point in sorted(judged.panel.points, key=lambda one: one.costs[RESIDENT.name].value):
-            by = "search" if point.key in judged.found else "-" if point.key == judged.panel.reference else "hand"
+            by = "search" if point.key in judged.searched else "-" if point.key == judged.panel.reference else "hand"
             held = f"{100 * point.costs[RESIDENT.name].value:.1f}"
             table.add_row(safe(point.label, LINE_LENGTH), by, held, quality_text(judged.panel, point))
         console.print(table)

@@ -1,4 +1,4 @@
-"""`kvbench suite plan`: how many samples a verdict takes, at the disagreement of the runs so far."""
+"""`kvbench suite plan`: number of samples that a verdict needs, at the disagreement of the runs so far."""
 
 from collections.abc import Sequence
 
@@ -21,12 +21,12 @@ def columns(rows: Sequence[ComparedRun]) -> dict[str, list[str]]:
     width = number(margin, what.scale)
     return {
         "n": [f"{row.pairs.num_samples}" for row in rows],
-        "differ, %": [f"{100 * row.found.num_different / row.pairs.num_samples:.1f}" for row in rows],
+        "differ, %": [f"{100 * row.difference.num_different / row.pairs.num_samples:.1f}" for row in rows],
         f"difference, {what.unit}": [difference(row) for row in rows],
         "verdict": [row.verdict for row in rows],
         f"n to show\n{width}": [_samples(row.needed) for row in rows],
         f"n for equal\n+-{width}": [
-            _samples(row.found.needed_equal(margin, EQUAL_LEVEL / row.num_family)) for row in rows
+            _samples(row.difference.needed_equal(margin, EQUAL_LEVEL / row.num_family)) for row in rows
         ],
     }
 

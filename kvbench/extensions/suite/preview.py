@@ -1,4 +1,4 @@
-"""What a suite says before it starts: samples, time, memory and disk."""
+"""Announcement of a suite before it starts: samples, time, memory and disk."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -9,52 +9,52 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from kvbench.cli.jobs import Jobs
-    from kvbench.extensions.suite.ahead import Ahead
+    from kvbench.extensions.suite.preflight import Preflight
     from kvbench.runs.parts import Loaders
 
 
 def announce(jobs: "Jobs") -> None:
-    """Say what is ahead of the jobs that wait, task by task and in all."""
-    say([(job.cfg, job.method) for job in jobs.waiting], jobs.loaders)
+    """Print the preflight of the pending jobs, task by task and in all."""
+    say([(job.cfg, job.method) for job in jobs.pending], jobs.loaders)
 
 
-def say(asked: "Sequence[tuple[DictConfig, str]]", loaders: "Loaders") -> list[str]:
-    """Say what is ahead of some runs, each by its configuration and the name of its method; gives which were left out,
-    and why."""
-    from kvbench.extensions.suite.ahead import look_ahead
-    from kvbench.runs import together
+def say(run_requests: "Sequence[tuple[DictConfig, str]]", loaders: "Loaders") -> list[str]:
+    """Print the preflight of runs, each given by its configuration and method name; returns the reasons of those left
+    out."""
+    from kvbench.extensions.suite.preflight import run_preflight
+    from kvbench.runs import cross_run_batch
 
-    found, left_out = [], list[str]()
-    for numbers in together.groups([cfg for cfg, _ in asked]):
-        if ahead := look_ahead([asked[number] for number in numbers], loaders, left_out.append):
-            found.append(ahead)
-            note(line(ahead))
-    for text in total(found):
+    preflights, left_out = [], list[str]()
+    for numbers in cross_run_batch.groups([cfg for cfg, _ in run_requests]):
+        if preflight := run_preflight([run_requests[number] for number in numbers], loaders, left_out.append):
+            preflights.append(preflight)
+            note(line(preflight))
+    for text in total(preflights):
         note(text)
     return left_out
 
 
-def line(ahead: "Ahead") -> str:
+def line(preflight: "Preflight") -> str:
     """One task."""
-    there = f", {ahead.there} of them there" if ahead.there else ""
+    there = f", {preflight.there} of them there" if preflight.there else ""
     return (
-        f"{ahead.task}: {ahead.samples} samples of about {ahead.prompt_tokens:.0f} tokens through {ahead.runs} runs, "
-        f"{ahead.answers} answers{there}; {_time(ahead.usual_s, ahead.most_s)}"
+        f"{preflight.task}: {preflight.samples} samples of about {preflight.prompt_tokens:.0f} tokens through "
+        f"{preflight.runs} runs, {preflight.answers} answers{there}; {_time(preflight.usual_s, preflight.most_s)}"
     )
 
 
-def total(found: "list[Ahead]") -> list[str]:
+def total(preflights: "list[Preflight]") -> list[str]:
     """All tasks together."""
-    if not found:
+    if not preflights:
         return []
-    known = [ahead.usual_s for ahead in found if ahead.usual_s is not None]
-    others = [ahead.most_s for ahead in found if ahead.usual_s is None]
+    known = [one.usual_s for one in preflights if one.usual_s is not None]
+    others = [one.most_s for one in preflights if one.usual_s is None]
     usual = sum(known + others) if known else None
-    memory, disk = max(ahead.memory_bytes for ahead in found), sum(ahead.disk_bytes for ahead in found)
-    time = _time(usual, sum(ahead.most_s for ahead in found))
+    memory, disk = max(one.memory_bytes for one in preflights), sum(one.disk_bytes for one in preflights)
+    time = _time(usual, sum(one.most_s for one in preflights))
     return [
-        f"in all {sum(ahead.answers for ahead in found)} answers; {time}, by a few answers of the full cache, timed "
-        f"here on {', '.join(dict.fromkeys(ahead.device for ahead in found))}",
+        f"in all {sum(one.answers for one in preflights)} answers; {time}, by a few answers of the full cache, timed "
+        f"here on {', '.join(dict.fromkeys(one.device for one in preflights))}",
         f"memory: {format_bytes(memory)} for the model and one run's longest sample, and up to half of what is free "
         f"for runs that go together; disk: at most {format_bytes(disk)} of records",
     ]

@@ -17,18 +17,18 @@ MOST_BYTES = 1 << 26  # of a selection: a million items
 
 
 def write_manifest(cfg: DictConfig, jobs: Sequence[Sequence[str]]) -> int:
-    """Write all items of a suite into a file, one a line. Gives the exit code."""
+    """Write all items of a suite into a file, one a line. Returns the exit code."""
     from kvbench.extensions.suite.worker import Worker
 
     prompts = check_whole("item_prompts", cfg.item_prompts, 1)
-    items = Worker(jobs, flags=config_dir_flags(files.own_folders())).items(prompts)
+    items = Worker(jobs, flags=config_dir_flags(files.config_dirs())).items(prompts)
     write_file(Path(cfg.manifest), "".join(f"{item}\n" for item in items).encode())
     note(f"{cfg.manifest}: {len(items)} items; give workers some of its lines each, with selection=FILE")
     return 0
 
 
 def take(cfg: DictConfig, jobs: Sequence[Sequence[str]]) -> int:
-    """Finish the items that a file names, as one worker. Gives the exit code."""
+    """Finish the items that a file names, as one worker. Returns the exit code."""
     from kvbench.extensions.suite.worker import Item, Worker
 
     path = Path(cfg.selection)
@@ -38,7 +38,7 @@ def take(cfg: DictConfig, jobs: Sequence[Sequence[str]]) -> int:
         why = error.strerror if isinstance(error, OSError) else "it is no text"
         raise ValueError(f"selection={path} cannot be read: {why}; name a file with lines of a manifest") from error
     items = [Item.read(line) for line in lines]
-    worker = Worker(jobs if items else [], name=path.name, flags=config_dir_flags(files.own_folders()))
+    worker = Worker(jobs if items else [], name=path.name, flags=config_dir_flags(files.config_dirs()))
     done = worker.work(items)
     note(f"worker {worker.name}: {len(items)} items, {done.answers} answers in {format_seconds(done.work_s)}")
     return max((endings.report(error) for error in done.errors), default=0)

@@ -58,7 +58,7 @@ def find(name: object) -> Suite:
 
 def main(arguments: Sequence[str], sweep: Sweeping) -> int:
     """Carry out `kvbench suite`; `sweep` runs words of a sweep with these jobs. Returns the exit code."""
-    cfg, others = own_words(GROUP, arguments)
+    cfg, others = split_words(GROUP, arguments)
     what = check_name("what", cfg.what, ("run", "status", "plan"))
     suite = find(cfg.suite)
     cfg.results_dir = cfg.results_dir or f"results/{cfg.suite}"
@@ -85,14 +85,14 @@ def main(arguments: Sequence[str], sweep: Sweeping) -> int:
     return endings.EXIT_FAILED if check is None else run(suite, cfg, others, command, sweep, check)
 
 
-def own_words(command: str, arguments: Sequence[str]) -> tuple[DictConfig, list[str]]:
+def split_words(command: str, arguments: Sequence[str]) -> tuple[DictConfig, list[str]]:
     """The settings of a command that runs a suite, and the words that go to every run."""
     listed = read_config(files.path_of("command", command))
-    own, others = list[str](), list[str]()
+    words, others = list[str](), list[str]()
     for word in arguments:
         key, sign, _ = word.partition("=")
-        (own if key in listed or not (sign or word.startswith("-")) else others).append(word)
-    return commands.compose_command(command, own), others
+        (words if key in listed or not (sign or word.startswith("-")) else others).append(word)
+    return commands.compose_command(command, words), others
 
 
 def run(
@@ -103,11 +103,11 @@ def run(
     sweep: Sweeping,
     announce: "Callable[[Jobs], None] | None" = None,
 ) -> int:
-    """Run all jobs, and write the page; `command` is what the user gave, which goes on with it. `announce` is told the
-    jobs before; it says what is ahead, where none is given."""
-    from kvbench.extensions.suite import preview as suite_ahead
+    """Run all jobs, and write the page; `command` is the user's command, which resumes it. `announce` is called
+    with the jobs first; by default it prints their preflight."""
+    from kvbench.extensions.suite import preview
 
-    announce = announce or suite_ahead.announce
+    announce = announce or preview.announce
     root = f"results_dir={cfg.results_dir}"
     listed = sweeping.Listed(command=command, jobs=jobs(suite, cfg, others), announce=announce)
     launcher = [word for word in others if word.startswith("hydra")]
@@ -125,12 +125,12 @@ def jobs(suite: Suite, cfg: DictConfig, others: Sequence[str]) -> list[list[str]
 def by_method(suite: Suite, cfg: DictConfig, others: Sequence[str]) -> list[tuple[list[str], list[str]]]:
     """The words of each job, behind those of its line of methods."""
     every, mine = shlex.split(suite.every), [word for word in others if not word.startswith("hydra")]
-    found = []
+    jobs = []
     for task in _tasks(suite, cfg):
         for method in _methods(suite, cfg):
             words = [*every, *task, *method, *mine, f"results_dir={cfg.results_dir}"]
-            found += [(method, job) for job in sweeping.combinations(words)]
-    return found
+            jobs += [(method, job) for job in sweeping.combinations(words)]
+    return jobs
 
 
 def choice(words: Sequence[str], group: str) -> str:
@@ -148,14 +148,14 @@ def data_words(cfg: DictConfig) -> list[str]:
 
 
 def _tasks(suite: Suite, cfg: DictConfig) -> list[list[str]]:
-    """The lines of tasks that are wanted, with what the user says of data and of code for those that take it."""
+    """The selected lines of tasks, with the user's settings of data and code for those that take them."""
     lines = [shlex.split(line) for line in suite.tasks]
     wanted = patterns(cfg.tasks)
     names = [choice(line, "task") for line in lines]
     for one in wanted or ():
         if not any(lets_through([one], name) for name in names):
             raise unknown_name("tasks", one, names)
-    found = []
+    task_lines = []
     for name, line in zip(names, lines, strict=True):
         if not lets_through(wanted or None, name):
             continue
@@ -171,12 +171,12 @@ def _tasks(suite: Suite, cfg: DictConfig) -> list[list[str]]:
             note(f"data_dir={cfg.data_dir} has nothing for task={name}, which makes its own text")
             words = []
         line += words
-        found.append(line)
-    return found
+        task_lines.append(line)
+    return task_lines
 
 
 def _reads_folder(task_cfg: DictConfig, folder: str) -> bool:
-    """Tell whether a task takes the suite's folder of data; one that can do without takes it where it has some."""
+    """True where a task takes the suite's folder of data; for an optional one, where the folder has data for it."""
     from kvbench.tasks import settings_class
 
     # A task without a name is refused where its job is composed.
@@ -190,20 +190,20 @@ def _methods(suite: Suite, cfg: DictConfig) -> list[list[str]]:
     wanted = patterns(cfg.methods)
     if wanted is None:
         return known
-    found: list[list[str]] = []
+    combinations: list[list[str]] = []
     for one in wanted:
         if "=" in one:
-            found += sweeping.combinations(shlex.split(one))
+            combinations += sweeping.combinations(shlex.split(one))
             continue
         fits = [words for words in known if lets_through([one], choice(words, "method"))]
-        found += fits or [[f"method={check_name('methods', one, files.options('method'))}"]]
-    return [words for place, words in enumerate(found) if words not in found[:place]]
+        combinations += fits or [[f"method={check_name('methods', one, files.options('method'))}"]]
+    return [words for index, words in enumerate(combinations) if words not in combinations[:index]]
 
 
 def plan(cfg: DictConfig, others: Sequence[str]) -> int:
-    """Say how many samples a verdict takes."""
+    """Print the number of samples that a verdict needs."""
     from kvbench.extensions.suite import power
 
-    words = [f"{name}=[{','.join(found)}]" for name in ("tasks", "methods") if (found := patterns(cfg[name]))]
+    words = [f"{name}=[{','.join(names)}]" for name in ("tasks", "methods") if (names := patterns(cfg[name]))]
     words += [f"results_dir={cfg.results_dir}", f"margin={cfg.margin}", *others]
     return power.main(commands.compose_command("compare", words))

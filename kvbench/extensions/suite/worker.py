@@ -1,7 +1,7 @@
-"""Workers, each of which takes items of a manifest: prompts through all methods of a line of work.
+"""Workers that take items of a manifest: prompts through all methods of a line of work.
 
-A line is runs that go together (`runs/together.py`). A worker writes what it finishes into journals of its own in the
-folders of the runs (`results/shards.py`), and needs no lock. Whoever takes up a run then, adds them to its journal.
+A line is the runs of one cross-run batch (`runs/cross_run_batch.py`). A worker writes finished answers into a separate
+journal in each run's folder (`results/shards.py`) and needs no lock. The next process that resumes a run merges them.
 """
 
 import hashlib
@@ -14,10 +14,10 @@ from itertools import groupby
 from pathlib import Path
 
 from kvbench.runs import parts
+from kvbench.runs.cross_run_batch import RunRequest, groups, run_cross_batch
 from kvbench.runs.experiment import prepared
 from kvbench.runs.portions import Share
 from kvbench.runs.sessions import Origin
-from kvbench.runs.together import Asked, groups, run_together
 from kvbench.show.progress import note
 
 
@@ -30,7 +30,7 @@ class Item:
     task: str
     """Its task, for readers."""
     runs: str
-    """Digits of a hash over its runs: whoever would make other runs refuses the item."""
+    """Digits of a hash over its runs: a worker that would make other runs refuses the item."""
     first: int
     """Place of the first prompt, from 0."""
     last: int
@@ -43,10 +43,10 @@ class Item:
         Raises:
             ValueError: It is none.
         """
-        found = re.fullmatch(r"([0-9]{1,6})/([^/\s]+)/([0-9a-f]{8})/([0-9]{1,9})-([0-9]{1,9})", text)
-        if found is None or int(found[4]) > int(found[5]):
+        match = re.fullmatch(r"([0-9]{1,6})/([^/\s]+)/([0-9a-f]{8})/([0-9]{1,9})-([0-9]{1,9})", text)
+        if match is None or int(match[4]) > int(match[5]):
             raise ValueError(f"{text[:80]!r} is no item of a manifest, such as 2/gsm8k/3fa9c0d1/0-15; write it anew")
-        return cls(int(found[1]), found[2], found[3], int(found[4]), int(found[5]))
+        return cls(int(match[1]), match[2], match[3], int(match[4]), int(match[5]))
 
     def __str__(self) -> str:
         return f"{self.line}/{self.task}/{self.runs}/{self.first}-{self.last}"
@@ -54,21 +54,21 @@ class Item:
 
 @dataclass(kw_only=True)
 class Done:
-    """What became of some items."""
+    """Outcome of some items."""
 
     answers: int = 0
     """Answers that were computed."""
     work_s: float = 0.0
     """Seconds that it took."""
     errors: list[Exception] = field(default_factory=list)
-    """What ended single runs; the others are finished."""
+    """Errors that ended single runs; the others are finished."""
 
 
 @dataclass
 class _Line:
     """A line of work as a worker finds it: the runs that can be prepared."""
 
-    asked: list[Asked] = field(default_factory=list)
+    run_requests: list[RunRequest] = field(default_factory=list)
     hashes: list[str] = field(default_factory=list)
     task: str = ""
     prompts: int = 0
@@ -76,7 +76,7 @@ class _Line:
 
     @property
     def runs(self) -> str:
-        """The digits that name them."""
+        """Digits of the hash over its runs."""
         return digest(self.hashes) if self.hashes else "none"
 
 
@@ -85,7 +85,7 @@ class Worker:
 
     Args:
         jobs: The words of each run.
-        name: What the names of its journals begin with.
+        name: Prefix of the names of its journals.
         flags: Words that stand before those of a run in its record.
 
     Raises:
@@ -94,13 +94,15 @@ class Worker:
 
     def __init__(self, jobs: Iterable[Sequence[str]], *, name: str = "worker", flags: Sequence[str] = ()) -> None:
         self.name = f"{re.sub('[^A-Za-z0-9_.-]', '-', name)[:60]}.{secrets.token_hex(4)}"
-        asked = [self._ask(list(words), list(flags)) for words in jobs]
-        self._lines = [[asked[number] for number in numbers] for numbers in groups([one.cfg for one in asked])]
+        run_requests = [self._ask(list(words), list(flags)) for words in jobs]
+        self._lines = [
+            [run_requests[number] for number in numbers] for numbers in groups([one.cfg for one in run_requests])
+        ]
         self._parts = parts.Loaders()
         self._known: dict[int, _Line] = {}
         self._there: dict[Path, dict] = {}
 
-    def _ask(self, words: list[str], flags: list[str]) -> Asked:
+    def _ask(self, words: list[str], flags: list[str]) -> RunRequest:
         from omegaconf import open_dict
 
         from kvbench.config import calibrated
@@ -116,7 +118,7 @@ class Worker:
                 "another way to share a run; leave them out"
             )
         origin = Origin(command=[*flags, *words], experiment=chosen.get("experiment") or "", worker=self.name)
-        return Asked(cfg=cfg, method=chosen["method"], say=note, origin=origin)
+        return RunRequest(cfg=cfg, method=chosen["method"], say=note, origin=origin)
 
     def items(self, prompts: int) -> list[Item]:
         """List all work.
@@ -124,15 +126,15 @@ class Worker:
         Args:
             prompts: How many an item has, at least 1; more where a batch of the run has more.
         """
-        found = []
+        items = []
         for number in range(1, len(self._lines) + 1):
             line = self._line(number)
             size = -(-prompts // line.group) * line.group
             for start in range(0, line.prompts, size):
-                found.append(Item(number, line.task, line.runs, start, min(start + size, line.prompts) - 1))
-        if not found:
+                items.append(Item(number, line.task, line.runs, start, min(start + size, line.prompts) - 1))
+        if not items:
             raise ValueError("there are no items: no run can be prepared, as is said above; mend one")
-        return found
+        return items
 
     def work(self, items: Iterable[Item]) -> Done:
         """Finish items, those of a line together.
@@ -148,7 +150,7 @@ class Worker:
                 self._check(item)
                 places.update(range(item.first, item.last + 1))
             share = Share(places=sorted(places), there=self._there)
-            for _, ended in run_together(self._line(line).asked, self._parts, share):
+            for _, ended in run_cross_batch(self._line(line).run_requests, self._parts, share):
                 done.errors += [ended] if isinstance(ended, Exception) else []
             done.answers += share.answers
         done.work_s = time.perf_counter() - begin
@@ -165,12 +167,12 @@ class Worker:
             )
 
     def _line(self, number: int) -> _Line:
-        """A line of work, looked at once; it is said why a run cannot be prepared, and is none of it."""
+        """Prepare a line of work, once; a run that cannot be prepared is left out, with a note."""
         if number not in self._known:
             known = self._known[number] = _Line()
-            for asked in self._lines[number - 1]:
-                for experiment in prepared([(asked.cfg, asked.method)], self._parts, note):
-                    known.asked.append(asked)
+            for run_request in self._lines[number - 1]:
+                for experiment in prepared([(run_request.cfg, run_request.method)], self._parts, note):
+                    known.run_requests.append(run_request)
                     known.hashes.append(experiment.hash)
                     known.task, known.prompts = experiment.task.name, len(experiment.task.requests)
                     known.group = experiment.engine.group or 1

@@ -1,8 +1,8 @@
-"""`tracker=mlflow|wandb|tensorboard`: a finished run is handed on, from what lies on the disk.
+"""`tracker=mlflow|wandb|tensorboard`: a finished run is passed to a tracker from its stored files.
 
-A tracker is told nothing while the model works, changes no answer, and cannot lose one: when it fails, the run is
-already stored, and the same command tries again. Where the numbers go is the tracker's own business (its environment
-variables). Nothing of it is imported unless it is asked for.
+A tracker gets nothing while the model works, changes no answer, and cannot lose one: when it fails, the run is already
+stored, and the same command tries again. Its environment variables decide where the numbers go. It is imported only
+where the setting names it.
 """
 
 import sys
@@ -40,27 +40,31 @@ def track(
     folder: Path,
     say: Callable[[str], None],
 ) -> None:
-    """Hand a run and its nested settings to a tracker. Handing it on again replaces it."""
+    """Pass a run and its nested settings to a tracker; a repeated call replaces it."""
     name = f"{record.method} on {record.task} with {record.model}"
     try:
-        given = {key: value for key, value in flat(settings).items() if key not in NOT_SETTINGS}
-        TRACKERS[tracker](name, record, folder, given, numbers_of(record), steps_of(record, samples))
+        config = {key: value for key, value in flat(settings).items() if key not in NOT_SETTINGS}
+        TRACKERS[tracker](name, record, folder, config, numbers_of(record), steps_of(record, samples))
     except Exception as error:  # whatever a network or a server does, the run is done
         say(f"tracker={tracker} failed ({type(error).__name__}: {error}); the run is kept in {folder}")
 
 
 def numbers_of(record: RunRecord) -> Numbers:
     """The numbers of a whole run: scores and their ends, the difference to the full cache, fidelity, bytes, times."""
-    found: dict[str, Any] = {}
+    numbers: dict[str, Any] = {}
     for name, metric in record.metrics.items():
-        found[f"metrics.{name}"] = metric.value
-        found |= {f"metrics.{name}.low": metric.low, f"metrics.{name}.high": metric.high}
+        numbers[f"metrics.{name}"] = metric.value
+        numbers |= {f"metrics.{name}.low": metric.low, f"metrics.{name}.high": metric.high}
     if record.comparison is not None:
         difference = record.comparison.difference
-        found |= {"difference": difference.value, "difference.low": difference.low, "difference.high": difference.high}
-    found |= {f"fidelity.{name}": measure.of_run(record) for name, measure in FIDELITY.items()}
-    found |= flatten({"ledger": record.ledger, "kept": record.kept, "timing": vars(record.timing)})
-    return {key: float(value) for key, value in found.items() if value is not None}
+        numbers |= {
+            "difference": difference.value,
+            "difference.low": difference.low,
+            "difference.high": difference.high,
+        }
+    numbers |= {f"fidelity.{name}": measure.of_run(record) for name, measure in FIDELITY.items()}
+    numbers |= flatten({"ledger": record.ledger, "kept": record.kept, "timing": vars(record.timing)})
+    return {key: float(value) for key, value in numbers.items() if value is not None}
 
 
 def steps_of(record: RunRecord, samples: Sequence[SampleRecord]) -> Steps:
@@ -68,13 +72,13 @@ def steps_of(record: RunRecord, samples: Sequence[SampleRecord]) -> Steps:
     steps: Steps = []
     for sample in samples:
         ledger, fidelity = sample["ledger"], sample["fidelity"] or {}
-        found = {
+        values = {
             "sample.score": sample["scores"].get(record.primary),
             **{f"sample.{name}": fidelity.get(measure.key) for name, measure in FIDELITY.items()},
             f"sample.{RESIDENT.name}_bytes": ledger.get(RESIDENT.key),
             "sample.ok": float(sample["status"] == "ok"),
         }
-        steps.append({key: float(value) for key, value in found.items() if value is not None})
+        steps.append({key: float(value) for key, value in values.items() if value is not None})
     return steps
 
 
@@ -110,10 +114,10 @@ def _wandb(name: str, record: RunRecord, folder: Path, settings: dict, numbers: 
 def _tensorboard(name: str, record: RunRecord, folder: Path, settings: dict, numbers: Numbers, steps: Steps) -> None:
     from torch.utils.tensorboard import SummaryWriter
 
-    place = folder / "tensorboard"
-    for old in place.glob("events.out.tfevents.*"):
+    target = folder / "tensorboard"
+    for old in target.glob("events.out.tfevents.*"):
         old.unlink()
-    with SummaryWriter(str(place)) as writer:
+    with SummaryWriter(str(target)) as writer:
         writer.add_text("run", f"{name}, {record.status}, {record.hash}")
         writer.add_text("settings", "\n".join(f"    {key}: {value}" for key, value in settings.items()))
         for step, values in [(None, numbers), *enumerate(steps)]:

@@ -13,7 +13,7 @@ from rich.text import Text
 from kvbench.config.files import FULL
 from kvbench.errors import check_whole
 from kvbench.evidence.load import Group, StoredRun
-from kvbench.evidence.view import Found, Grid, Part, View, frame_of, line, notes
+from kvbench.evidence.view import Grid, Part, View, ViewResult, frame_of, line, notes
 from kvbench.results.measures import NATS_TOLERANCE
 from kvbench.results.sample import SampleRecord
 from kvbench.show.csv_file import Cell, csv_row
@@ -45,7 +45,7 @@ class Curve:
 
     @property
     def prompt_only(self) -> bool:
-        """The method keeps whatever follows the prompt whole."""
+        """True where the method keeps all tokens after the prompt."""
         return self.run.record.prompt_only and self.run.method != FULL
 
 
@@ -66,12 +66,12 @@ class Drawing:
 
     @property
     def judged(self) -> bool:
-        """There are enough samples to say where a method leaves the band."""
+        """True where there are enough samples to judge where a method leaves the band."""
         return any(values[KL].low is not None for curve in self.curves for values in curve.bins.values())
 
 
 def texts_of(run: StoredRun) -> dict[tuple[str, str], SampleRecord]:
-    """The records of a run that say what was measured of every token, one for each sample."""
+    """The records of a run with measurements of every token, one for each sample."""
     return {
         (record["subset"], record["sample_id"]): record
         for (_, repeat), record in sorted(run.samples.items())
@@ -90,18 +90,18 @@ def _is_whole(tokens: Mapping[str, list[float]]) -> bool:
 def drawing_of(group: Group, width: int | None = None) -> Drawing | None:
     """The curves of a group, in bins of so many tokens or at most sixteen of a power of two; None where no run has
     numbers of every token."""
-    found = {run.name: texts for run in group.runs if (texts := texts_of(run))}
+    texts_by_run = {run.name: texts for run in group.runs if (texts := texts_of(run))}
     notes = list(group.notes)
-    usual = next((run.name for run in (group.reference, *group.runs) if run and run.name in found), None)
+    usual = next((run.name for run in (group.reference, *group.runs) if run and run.name in texts_by_run), None)
     for run in group.runs:  # one run with other samples would leave none that all have
-        if usual and run.name in found and found[usual].keys().isdisjoint(found[run.name]):
+        if usual and run.name in texts_by_run and texts_by_run[usual].keys().isdisjoint(texts_by_run[run.name]):
             notes.append(f"{run.label} is not drawn: it has no sample of the others'")
-            del found[run.name]
-    runs = [run for run in group.runs if run.name in found]
-    common = sorted(set.intersection(*map(set, found.values()))) if runs else []
+            del texts_by_run[run.name]
+    runs = [run for run in group.runs if run.name in texts_by_run]
+    common = sorted(set.intersection(*map(set, texts_by_run.values()))) if runs else []
     if not common:
         return None
-    records = {name: [texts[sample] for sample in common] for name, texts in found.items()}
+    records = {name: [texts[sample] for sample in common] for name, texts in texts_by_run.items()}
     begin = min(map(_offset, records[runs[0].name]))
     longest = max(_offset(r) + len((r.get("per_token") or {})[KL]) for several in records.values() for r in several)
     step = width or max(1, 2 ** math.ceil(math.log2(max(1, longest - begin) / MOST_BINS)))
@@ -109,21 +109,21 @@ def drawing_of(group: Group, width: int | None = None) -> Drawing | None:
     # The band is the documented tolerance, or how far the full cache, read from its pages token by token, is from
     # itself read in one pass, whichever is more.
     reference = group.reference
-    band = dict.fromkeys(sorted({first for own in bins.values() for first in own}), NATS_TOLERANCE)
+    band = dict.fromkeys(sorted({first for run_bins in bins.values() for first in run_bins}), NATS_TOLERANCE)
     if not band:  # answers of one token, which the prompt predicts
         return None
     for first, values in bins.get(reference.name, {}).items() if reference else ():
         high = values[KL].high
         band[first] = max(NATS_TOLERANCE, high if high is not None else values[KL].value or 0.0)
-    most = max(map(len, found.values()))
+    most = max(map(len, texts_by_run.values()))
     if len(common) < most:
         notes.append(f"drawn from the {len(common)} of {most} samples that every run has")
     if reference is None or reference.name not in bins:
         notes.append("there is no run of the full cache, so the noise band is the documented tolerance alone")
 
     def curve(run: StoredRun) -> Curve:
-        own = bins[run.name]
-        return Curve(run=run, bins=own, leaves=None if run.method == FULL else _leaving(own, band))
+        run_bins = bins[run.name]
+        return Curve(run=run, bins=run_bins, leaves=None if run.method == FULL else _leaving(run_bins, band))
 
     return Drawing(
         title=group.title,
@@ -139,13 +139,13 @@ def drawing_of(group: Group, width: int | None = None) -> Drawing | None:
 def _leaving(bins: Bins, band: Mapping[int, float]) -> int | None:
     """The bin from which on, to the end, the lower end of the interval of the KL is above the band; None where the last
     one is not, or has no interval."""
-    found = None
+    last = None
     for first in sorted(bins, reverse=True):
         low = bins[first][KL].low
         if low is None or low <= band[first]:
             break
-        found = first
-    return found
+        last = first
+    return last
 
 
 def _offset(record: SampleRecord) -> int:
@@ -199,8 +199,8 @@ def figure(drawing: Drawing) -> "Figure":
         values = [v for curve in drawing.curves for b in curve.bins.values() if (v := b[column].value) is not None]
         if column == KL or (column == NLL and max(values) - min(values) > math.log(10)):
             axes.set_yscale("log")  # its numbers are plain text: pictures read no formulas
-            axes.yaxis.set_major_formatter(lambda value, place: f"{value:g}")
-            axes.yaxis.set_minor_formatter(lambda value, place: "")
+            axes.yaxis.set_major_formatter(lambda value, position: f"{value:g}")
+            axes.yaxis.set_minor_formatter(lambda value, position: "")
         if column == KL:
             middles = [first + drawing.width / 2 for first in drawing.band]
             tops = [max(high, FLOOR) for high in drawing.band.values()]
@@ -213,8 +213,8 @@ def figure(drawing: Drawing) -> "Figure":
         room = (least / 10, most * 10) if axes.get_yscale() == "log" else (least - across, most + across)
         seen: dict[str, int] = {}
         for curve in drawing.curves:  # several runs of a method differ in the kind of line
-            place = seen[curve.run.method] = seen.get(curve.run.method, -1) + 1
-            _draw_curve(axes, curve, drawing.width, column, shown, STYLES[place % len(STYLES)], room)
+            index = seen[curve.run.method] = seen.get(curve.run.method, -1) + 1
+            _draw_curve(axes, curve, drawing.width, column, shown, STYLES[index % len(STYLES)], room)
         axes.set_ylabel(title, fontsize=7)
         axes.grid(color="#EEEEEE", linewidth=0.6)
     axes.set_xlabel(drawing.axis)
@@ -234,13 +234,13 @@ def _draw_curve(
 ) -> None:
     """One run: its line, its interval as a shade as far as there is room, and a marker where it leaves the noise."""
     colour, marker = method_style(curve.run.method)
-    found = {first + width / 2: values[column] for first, values in curve.bins.items()}
-    points = {middle: shown(one.value) for middle, one in found.items() if one.value is not None}
+    values_at = {first + width / 2: values[column] for first, values in curve.bins.items()}
+    points = {middle: shown(one.value) for middle, one in values_at.items() if one.value is not None}
     name = f"{curve.run.label} (prompt only)" if curve.prompt_only else curve.run.label
     axes.plot(list(points), list(points.values()), color=colour, linestyle=line, linewidth=1.1, label=name, zorder=3)
     if curve.run.method != FULL:
         gap = (math.nan, math.nan)  # no shade where a bin has no interval
-        low, high = zip(*(map(shown, found[middle].ends or gap) for middle in points), strict=True)
+        low, high = zip(*(map(shown, values_at[middle].ends or gap) for middle in points), strict=True)
         bottom, top = ([min(max(one, room[0]), room[1]) if one == one else one for one in side] for side in (low, high))
         axes.fill_between(list(points), bottom, top, color=colour, alpha=0.15, linewidth=0, zorder=2)
         if any(one < room[0] for one in low) or any(one > room[1] for one in high):
@@ -252,7 +252,7 @@ def _draw_curve(
 
 
 def texts(drawing: Drawing) -> list[Part]:
-    """The curves as a table, where each run leaves the noise band, and what must be known."""
+    """The curves as a table, where each run leaves the noise band, and notes."""
 
     def cell(values: Mapping[str, Estimate] | None) -> str:
         kl, same = (values[KL].value, values[SAME].value) if values else (None, None)
@@ -278,11 +278,11 @@ def records(drawing: Drawing) -> Iterator[dict[str, Cell]]:
     for curve in drawing.curves:
         leaves = None if curve.leaves is None else curve.leaves + 1
         for first, column in [(first, column) for first in curve.bins for column in COLUMNS]:
-            found = curve.bins[first][column]
+            estimate = curve.bins[first][column]
             yield (
                 csv_row(group=drawing.title, run=curve.run.label, metric=column, first_token=first + 1)
-                | csv_row(last_token=first + drawing.width, n=found.num_samples, value=found.value)
-                | csv_row(low=found.low, high=found.high)
+                | csv_row(last_token=first + drawing.width, n=estimate.num_samples, value=estimate.value)
+                | csv_row(low=estimate.low, high=estimate.high)
                 | csv_row(noise_kl=drawing.band[first] if column == KL else None, leaves_at=leaves)
             )
 
@@ -291,8 +291,8 @@ def _width(cfg: DictConfig) -> int | None:
     return None if cfg.width is None else check_whole("width", cfg.width, 1, ", or null")
 
 
-def compute(groups: Sequence[Group], cfg: DictConfig) -> Found:
-    """The curves of all groups; raises ValueError where no run says what was measured of every token."""
+def compute(groups: Sequence[Group], cfg: DictConfig) -> ViewResult:
+    """The curves of all groups; raises ValueError where no run has measurements of every token."""
     several = [drawing for group in groups if (drawing := drawing_of(group, _width(cfg))) is not None]
     if not several:
         raise ValueError(
@@ -302,7 +302,7 @@ def compute(groups: Sequence[Group], cfg: DictConfig) -> Found:
         )
     tolerance = "noise: the full cache beside itself (upper end of its interval), 0.0025 nats at least. "
     rule = "A method leaves it at the first bin from which on the lower end of its interval stays above."
-    return Found(
+    return ViewResult(
         parts=[*(part for drawing in several for part in texts(drawing)), line(tolerance + rule, style="dim")],
         frame=frame_of(record for drawing in several for record in records(drawing)),
         figures=[(drawing.title, "", partial(drawn, partial(figure, drawing), style=STYLE)) for drawing in several],

@@ -1,4 +1,4 @@
-"""`kvbench report view=heatmap`: what a method finds at each depth of a text and each length, beside the full cache."""
+"""`kvbench report view=heatmap`: retrieval by depth in the text and length, against the full cache."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from rich.text import Text
 from kvbench.config.files import FULL
 from kvbench.evidence.load import Group, StoredRun
 from kvbench.evidence.samples import SampleName, curve_of, measure
-from kvbench.evidence.view import Found, Grid, Part, View, frame_of, notes
+from kvbench.evidence.view import Grid, Part, View, ViewResult, frame_of, notes
 from kvbench.results.measures import Measure
 from kvbench.show.csv_file import Cell, csv_row
 from kvbench.show.picture import BLUE, VERMILION, drawn
@@ -57,24 +57,24 @@ class Panels:
         return cells.agg(fmean).unstack()
 
 
-def place_of(run: StoredRun) -> dict[SampleName, tuple[int, int]]:
+def cells_of(run: StoredRun) -> dict[SampleName, tuple[int, int]]:
     """Depth and length of a run's samples, as far as the task notes them as whole numbers."""
-    found = {}
+    cells = {}
     for record in run.samples.values():
         depth, length = record["meta"].get("depth"), record["meta"].get("length")
         if type(depth) is int and type(length) is int:
-            found[record["subset"], record["sample_id"]] = depth, length
-    return found
+            cells[record["subset"], record["sample_id"]] = depth, length
+    return cells
 
 
 def panels_of(group: Group, metric: str) -> Panels | None:
     """The maps of a group by the metric of that name; None where its samples have no depth and length."""
     import pandas as pd
 
-    runs = [run for run in group.runs if place_of(run)]
+    runs = [run for run in group.runs if cells_of(run)]
     if not runs:
         return None
-    what, places = measure(metric, group), place_of(runs[0])
+    what, places = measure(metric, group), cells_of(runs[0])
     values = [curve_of(run, what).values for run in runs]
     common = [name for name in sorted(places, key=lambda name: (places[name], name)) if all(name in v for v in values)]
     if not common or any(len({places[name][side] for name in common}) > MOST for side in (0, 1)):
@@ -87,16 +87,16 @@ def panels_of(group: Group, metric: str) -> Panels | None:
         notes.append("there is no run of the full cache, so no differences are drawn")
     rows = []
     for run, mine in zip(runs, values, strict=True):
-        beside = against if run.method != FULL else None
+        reference = against if run.method != FULL else None
         for name in common:
             depth, length = places[name]
-            minus = mine[name] - beside[name] if beside else np.nan
+            minus = mine[name] - reference[name] if reference else np.nan
             rows.append({"run": run.label, "depth": depth, "length": length, "value": mine[name], "difference": minus})
     return Panels(title=group.title, what=what, samples=pd.DataFrame(rows), notes=notes)
 
 
 def figure(panels: Panels) -> "Figure":
-    """A row for each run: its values to the left, and what it differs from the full cache to the right."""
+    """A row for each run: its values to the left, and the difference to the full cache to the right."""
     import matplotlib as mpl
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.figure import Figure
@@ -156,7 +156,7 @@ def _map(
 
 
 def tables(panels: Panels) -> list[Part]:
-    """The maps as tables, and what must be known."""
+    """The maps as tables, and notes."""
     scale, parts = panels.what.scale, list[Part]()
     for run in panels.runs:
         values, differences = panels.grid(run), panels.grid(run, "difference")
@@ -175,17 +175,17 @@ def records(panels: Panels) -> Iterator[dict[str, Cell]]:
     """Every cell of every map, unrounded, with Wilson's or the bootstrap's 95 % interval."""
     bounds = (0.0, 1.0) if panels.what.bounded else None
     for (run, depth, length), cell in panels.samples.groupby(["run", "depth", "length"], sort=False):
-        found, minus = estimate({"": cell["value"].tolist()}, bounds=bounds), fmean(cell["difference"])
+        cell_estimate, minus = estimate({"": cell["value"].tolist()}, bounds=bounds), fmean(cell["difference"])
         yield (
             csv_row(group=panels.title, run=run, metric=panels.what.key, depth_percent=depth)
-            | csv_row(length_tokens=length, n=len(cell), value=found.value)
-            | csv_row(low=found.low, high=found.high, difference=None if minus != minus else minus)
+            | csv_row(length_tokens=length, n=len(cell), value=cell_estimate.value)
+            | csv_row(low=cell_estimate.low, high=cell_estimate.high, difference=None if minus != minus else minus)
         )
 
 
-def compute(groups: Sequence[Group], cfg: DictConfig) -> Found:
+def compute(groups: Sequence[Group], cfg: DictConfig) -> ViewResult:
     """The maps of all groups; raises ValueError where no run has depths and lengths."""
-    groups = [group for group in groups if any(place_of(run) for run in group.runs)]
+    groups = [group for group in groups if any(cells_of(run) for run in group.runs)]
     several = [panels for group in groups if (panels := panels_of(group, str(cfg.metric))) is not None]
     if not several:
         raise ValueError(
@@ -193,7 +193,7 @@ def compute(groups: Sequence[Group], cfg: DictConfig) -> Found:
             "`python -m kvbench task=needle` makes one"
         )
     words = "cell: mean over its samples (run minus full cache, the same samples); the CSV has n and 95 % intervals."
-    return Found(
+    return ViewResult(
         parts=[*(part for panels in several for part in tables(panels)), Text(words, style="dim")],
         frame=frame_of(record for panels in several for record in records(panels)),
         figures=[(panels.title, "", partial(drawn, partial(figure, panels), style=STYLE)) for panels in several],

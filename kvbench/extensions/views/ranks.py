@@ -12,11 +12,11 @@ from scipy.stats import rankdata
 from kvbench.config.files import FULL
 from kvbench.evidence.across import between
 from kvbench.evidence.budget_curves import OutOfRange, at_bytes, series_of
-from kvbench.evidence.frontier import Questions, question, together
+from kvbench.evidence.frontier import Questions, pool_strata, question
 from kvbench.evidence.load import Group, patterns, sentences
 from kvbench.evidence.samples import Curve, by_subset, curve_of, measure, shared, strata_of
 from kvbench.evidence.settings import Bytes, bytes_wanted
-from kvbench.evidence.view import Found, Grid, Part, View, frame_of, line, notes
+from kvbench.evidence.view import Grid, Part, View, ViewResult, frame_of, line, notes
 from kvbench.results.measures import Measure
 from kvbench.show import terminal
 from kvbench.show.csv_file import Cell, csv_row
@@ -50,7 +50,7 @@ class Ranking:
     runs: "pd.DataFrame"
     """A row for each: its `run`, its mean as `value` and `other_value` in the measures' own units and directions, and
     its `rank` and `other_rank` by them, 1 for the best; ties share their mean."""
-    found: Agreement
+    agreement: Agreement
     num_questions: int
 
 
@@ -76,14 +76,14 @@ def _curves(group: Group, what: Measure, wanted: Bytes | None, notes: list[str])
     runs = [run for run in group.runs if run.method != FULL and run.complete]
     if wanted is None:
         return {run.key: (run.label, curve_of(run, what)) for run in runs}
-    found = {}
+    curves = {}
     for title, members in series_of(runs).items():
         try:
-            found[title] = title, at_bytes(title, members, what, wanted)
+            curves[title] = title, at_bytes(title, members, what, wanted)
         except OutOfRange as error:
             if f"{error}" not in notes:
                 notes.append(f"{error}")
-    return found
+    return curves
 
 
 def _values(group: Group, what: Two, wanted: Bytes | None, notes: list[str]) -> _Values | None:
@@ -100,7 +100,7 @@ def _values(group: Group, what: Two, wanted: Bytes | None, notes: list[str]) -> 
     )
     return _Values(
         labels={key: both[0][key][0] for key in keys},
-        questions=[[question(group, sample) for sample in own] for own in members],
+        questions=[[question(group, sample) for sample in samples] for samples in members],
         columns=(first, second),
     )
 
@@ -112,20 +112,20 @@ def _ranking(title: str, what: Two, parts: Sequence[_Values], cfg: DictConfig) -
     keys = [key for key in parts[0].labels if all(key in part.labels for part in parts)]
     if len(keys) < FEWEST_RUNS:
         return None
-    questions, joined = [part.questions for part in parts], []
+    questions, merged = [part.questions for part in parts], []
     runs: dict[str, Any] = {"run": [parts[0].labels[key] for key in keys]}
     for lead, side, item in zip(("", "other_"), (0, 1), what, strict=True):
-        columns = [together(questions, [part.columns[side][key] for part in parts]) for key in keys]
+        columns = [pool_strata(questions, [part.columns[side][key] for part in parts]) for key in keys]
         rows = zip(*(column.values for column in columns), strict=True)
-        joined.append(Strata(tuple(_sign(item) * np.stack(row, axis=1) for row in rows), columns[0].weights))
-        means = np.asarray(joined[-1].mean())
+        merged.append(Strata(tuple(_sign(item) * np.stack(row, axis=1) for row in rows), columns[0].weights))
+        means = np.asarray(merged[-1].mean())
         runs |= {f"{lead}value": _sign(item) * means, f"{lead}rank": rankdata(-np.round(means, 12))}
     return Ranking(
         title=title,
         measures=what,
         runs=pd.DataFrame(runs, columns=["run", "value", "other_value", "rank", "other_rank"]),
-        found=agreement(joined[0], joined[1], resamples=cfg.resamples, seed=cfg.seed),
-        num_questions=joined[0].count,
+        agreement=agreement(merged[0], merged[1], resamples=cfg.resamples, seed=cfg.seed),
+        num_questions=merged[0].count,
     )
 
 
@@ -133,7 +133,7 @@ def rankings(groups: Sequence[Group], cfg: DictConfig) -> tuple[list[Ranking], l
     """The orders of each group, and of the mean over the groups of each model and version of the code; and notes."""
     first, second = patterns(cfg.metrics) or []
     wanted = bytes_wanted(cfg.at_bytes)
-    found: list[Ranking] = []
+    result: list[Ranking] = []
     notes: list[str] = []
     kins: dict[tuple, list[tuple[_Values, Two]]] = {}
     for group in groups:
@@ -141,27 +141,27 @@ def rankings(groups: Sequence[Group], cfg: DictConfig) -> tuple[list[Ranking], l
         values = _values(group, what, wanted, notes)
         notes += [f"{group.title}: {why}" for why in map(group.unfit, what) if why]
         if values and (ranking := _ranking(group.title, what, [values], cfg)):
-            found.append(ranking)
+            result.append(ranking)
             kins.setdefault((group.model, group.runs[0].version), []).append((values, what))
     for (model, _), members in kins.items():
         title, (_, what) = f"mean over {len(members)} groups with {model}", members[0]
         if len(members) > 1 and (ranking := _ranking(title, what, [values for values, _ in members], cfg)):
-            found.append(ranking)
-    return found, notes
+            result.append(ranking)
+    return result, notes
 
 
 def words(ranking: Ranking) -> list[str]:
     """Sentences on the correlation, and on how much of it the questions decide."""
     names = [what.title for what in ranking.measures]
-    found = ranking.found
-    if found.value is None:
+    agreement = ranking.agreement
+    if agreement.value is None:
         return [f"no rank correlation: one of {' and '.join(names)} is the same for all {len(ranking.runs)} runs"]
-    ends = terminal.NO_INTERVAL if found.interval is None else "[{:+.2f}, {:+.2f}]".format(*found.interval)
+    ends = terminal.NO_INTERVAL if agreement.interval is None else "[{:+.2f}, {:+.2f}]".format(*agreement.interval)
     text = f"Spearman's rank correlation of {len(ranking.runs)} runs over {ranking.num_questions} questions: "
-    both = zip(names, found.halves, strict=True)
+    both = zip(names, agreement.halves, strict=True)
     halves = [f"{name} {'unknown' if half is None else f'{half:+.2f}'}" for name, half in both]
     last = f"each measure with itself, between two halves of the questions: {', '.join(halves)}"
-    return [f"{text}{found.value:+.2f} {ends}", last]
+    return [f"{text}{agreement.value:+.2f} {ends}", last]
 
 
 def texts(ranking: Ranking) -> list[Part]:
@@ -170,13 +170,13 @@ def texts(ranking: Ranking) -> list[Part]:
     columns: list[tuple[str, list[str]]] = []
     for what, lead in zip(ranking.measures, ("", "other_"), strict=True):
         columns.append((f"{what.title}, {what.unit}", [number(value, what.scale) for value in runs[f"{lead}value"]]))
-        columns.append(("rank", [f"{place:g}" for place in runs[f"{lead}rank"]]))
+        columns.append(("rank", [f"{rank:g}" for rank in runs[f"{lead}rank"]]))
     return [Text(), Grid(title=ranking.title, names=list(runs["run"]), columns=columns), *map(line, words(ranking))]
 
 
-def _correlation(found: Agreement) -> dict[str, Cell]:
-    (low, high), (half, other_half) = found.interval or (None, None), found.halves
-    return csv_row(correlation=found.value, low=low, high=high, half=half, other_half=other_half)
+def _correlation(agreement: Agreement) -> dict[str, Cell]:
+    (low, high), (half, other_half) = agreement.interval or (None, None), agreement.halves
+    return csv_row(correlation=agreement.value, low=low, high=high, half=half, other_half=other_half)
 
 
 def records(ranking: Ranking) -> Iterator[dict[str, Cell]]:
@@ -184,41 +184,42 @@ def records(ranking: Ranking) -> Iterator[dict[str, Cell]]:
     group = csv_row(group=ranking.title, n=ranking.num_questions)
     metric, other = (what.key for what in ranking.measures)
     for row in ranking.runs.to_dict("records"):
-        yield group | csv_row(run=row.pop("run"), metric=metric, other=other) | row | _correlation(ranking.found)
+        yield group | csv_row(run=row.pop("run"), metric=metric, other=other) | row | _correlation(ranking.agreement)
 
 
-def _between(groups: Sequence[Group], metric: str, cfg: DictConfig) -> Found:
+def _between(groups: Sequence[Group], metric: str, cfg: DictConfig) -> ViewResult:
     """Of one measure: whether the groups rank the runs alike."""
-    found = between(groups, metric, cfg)
-    if not found:
+    pairs = between(groups, metric, cfg)
+    if not pairs:
         raise ValueError(f"nothing to rank: no two of {len(groups)} groups share {FEWEST_RUNS} complete runs")
     legend = "\n[a, b]: 95 % percentile interval, the questions of each group resampled by themselves."
-    return Found(
+    return ViewResult(
         parts=[
-            *(line(one.words) for one in found),
+            *(line(one.words) for one in pairs),
             *notes(note for group in groups for note in group.notes),
             Text(legend, style="dim"),
         ],
         frame=frame_of(
-            csv_row(group=one.titles[0], other=one.titles[1], metric=metric, n=one.num_runs) | _correlation(one.found)
-            for one in found
+            csv_row(group=one.titles[0], other=one.titles[1], metric=metric, n=one.num_runs)
+            | _correlation(one.agreement)
+            for one in pairs
         ),
         names_files=False,
     )
 
 
-def compute(groups: Sequence[Group], cfg: DictConfig) -> Found:
+def compute(groups: Sequence[Group], cfg: DictConfig) -> ViewResult:
     """The orders of all groups; raises ValueError where there is none."""
     if len(names := patterns(cfg.metrics) or []) == 1:
         return _between(groups, names[0], cfg)
-    found, said = rankings(groups, cfg)
+    ranked, said = rankings(groups, cfg)
     said += [note for group in groups for note in group.notes]
-    if not found:
+    if not ranked:
         raise ValueError(f"nothing to rank. {sentences(said)}")
     legend = "\n[a, b]: 95 % percentile interval, questions resampled with all their answers."
-    return Found(
-        parts=[*(part for one in found for part in texts(one)), *notes(said), Text(legend, style="dim")],
-        frame=frame_of(record for one in found for record in records(one)),
+    return ViewResult(
+        parts=[*(part for one in ranked for part in texts(one)), *notes(said), Text(legend, style="dim")],
+        frame=frame_of(record for one in ranked for record in records(one)),
     )
 
 

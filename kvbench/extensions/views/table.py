@@ -6,7 +6,7 @@ from functools import partial
 from omegaconf import DictConfig
 
 from kvbench.evidence.load import Group
-from kvbench.evidence.view import Found, View, frame_of
+from kvbench.evidence.view import View, ViewResult, frame_of
 from kvbench.extensions.views.table_content import AVERAGE, Cell, PaperTable, tables_of
 from kvbench.results.measures import RESIDENT, TOTAL
 from kvbench.show.csv_file import Cell as CsvCell
@@ -40,7 +40,7 @@ def sheet(table: PaperTable, cfg: DictConfig) -> Sheet:
     """The table with `cfg.digits` decimals, an interval in every cell with `cfg.intervals`, else the average's alone;
     with `cfg.by` as `method` a row for each subset, and a column for each run."""
     last = [] if cfg.intervals else [INTERVAL]
-    found = [[(words, False) for words in ("run", BYTES[table.held], *table.columns.values(), *last)]]
+    cells_by_row = [[(words, False) for words in ("run", BYTES[table.held], *table.columns.values(), *last)]]
     for row in table.rows:
         held = MISSING if (size := row.held(table.held)) is None else f"{size * table.held.scale:.1f}"
         cells = [(row.label, False), (held, False)]
@@ -50,23 +50,23 @@ def sheet(table: PaperTable, cfg: DictConfig) -> Sheet:
             cells.append((words, cell is not None and cell.is_best))
         if not cfg.intervals:
             cells.append((_interval(row.cells.get(AVERAGE), table, cfg), False))
-        found.append(cells)
-    is_turned = cfg.by == "method"
-    if is_turned:
-        found = [list(column) for column in zip(*found, strict=True)]
-        found[0][0] = ("subset", False)
+        cells_by_row.append(cells)
+    is_transposed = cfg.by == "method"
+    if is_transposed:
+        cells_by_row = [list(column) for column in zip(*cells_by_row, strict=True)]
+        cells_by_row[0][0] = ("subset", False)
     return Sheet(
         title=table.title,
         caption=f"{table.title}: {table.what.title}, {table.what.unit}.",
-        rows=found,
+        rows=cells_by_row,
         legend=partial(legend, table),
         unfit=table.unfit,
-        spans=() if is_turned else table.spans,
+        spans=() if is_transposed else table.spans,
     )
 
 
 def legend(table: PaperTable, mark: str) -> list[str]:
-    """Sentences that must be known to read the table."""
+    """Notes to the table."""
     lines = [
         f"{table.what.title}, {table.what.unit}; {'higher' if table.what.higher_is_better else 'lower'} is better. "
         f"{BYTES[table.held]}: {table.held.title}, {table.held.unit}. {MISSING}: not there."
@@ -88,7 +88,7 @@ def legend(table: PaperTable, mark: str) -> list[str]:
 
 
 def check(cfg: DictConfig) -> None:
-    """Raises ValueError where there are more decimals than a score has."""
+    """Raise ValueError where there are more decimals than a score has."""
     if cfg.digits > LONGEST:
         raise ValueError(f"digits={cfg.digits} is more than {LONGEST}; take fewer decimals")
 
@@ -109,10 +109,10 @@ def records(tables: Sequence[PaperTable]) -> Iterator[dict[str, CsvCell]]:
             )
 
 
-def compute(groups: Sequence[Group], cfg: DictConfig) -> Found:
+def compute(groups: Sequence[Group], cfg: DictConfig) -> ViewResult:
     """The tables of all groups."""
     tables = tables_of(groups, cfg)
-    return Found(sheets=[sheet(table, cfg) for table in tables], frame=frame_of(records(tables)))
+    return ViewResult(sheets=[sheet(table, cfg) for table in tables], frame=frame_of(records(tables)))
 
 
 main = View(name="table", compute=compute, choices={"by": BY, "format": (*FORMATS, "csv")}, check=check)

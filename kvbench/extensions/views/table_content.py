@@ -1,5 +1,5 @@
 """The numbers of a paper's table: rows are runs, columns are subsets, categories, lengths, or whole and cut
-prompts, and what is best in each.
+prompts, and the best of each column.
 
 Groups that differ in nothing but their subsets (or, by length, in their length) make one table, so that subsets may be
 run one by one.
@@ -51,7 +51,7 @@ class Row:
     """Column -> number; what is missing has none."""
 
     def held(self, what: Measure) -> float | None:
-        """What all samples hold: resident bytes as a share of an FP16 full cache of the same, or another measure."""
+        """Memory of all samples: resident bytes as a share of an FP16 full cache of the same, or another measure."""
         above, below = sums([record for run in self.runs for record in run.samples.values()], what)
         return above / below if above and below else None
 
@@ -63,7 +63,7 @@ class PaperTable:
     title: str
     what: Measure
     held: Measure
-    """What stands beside the name of a run: its bytes."""
+    """Text next to the name of a run: its bytes."""
     columns: dict[str, str]
     """Key -> heading; the last is the average."""
     spans: list[tuple[str, int]]
@@ -71,20 +71,20 @@ class PaperTable:
     rows: list[Row]
     notes: list[str]
     unfit: list[str]
-    """Why there is no best of a column: sentences that are said before the table."""
+    """Reasons why a column has no best: sentences printed before the table."""
 
 
 def tables_of(groups: Sequence[Group], cfg: Mapping) -> list[PaperTable]:
     """Make the tables of some groups; raises ValueError where the metric does not exist, or nothing can be shown."""
-    tables = (_table(members, cfg) for members in _joined(groups, cfg["by"]))
-    found = [table for table in tables if table.rows]
-    if not found:
+    tables = (_table(members, cfg) for members in _merged(groups, cfg["by"]))
+    filled = [table for table in tables if table.rows]
+    if not filled:
         reasons = [note for group in groups for note in group.notes]
         raise ValueError(f"no table can be made. {sentences(reasons)}")
-    return found
+    return filled
 
 
-def _joined(groups: Sequence[Group], by: str) -> list[list[Group]]:
+def _merged(groups: Sequence[Group], by: str) -> list[list[Group]]:
     """Groups that make one table: no two of them have the same column."""
     result: dict[str, list[tuple[set[str], list[Group]]]] = {}
     for group in groups:
@@ -109,7 +109,7 @@ def _joined(groups: Sequence[Group], by: str) -> list[list[Group]]:
 
 
 def _column_of(group: Group, by: str) -> Callable[[SampleRecord], str]:
-    """Gives the function that says in which column a sample belongs."""
+    """Function from a sample to its column."""
     if by == "category":
         return lambda record: category_of(group.task, record["subset"])
     if by == "cut":
@@ -154,7 +154,7 @@ def _table(groups: Sequence[Group], cfg: Mapping) -> PaperTable:
         having = [row for row in rows if key in row.values]
         if having:
             shared[key] = sorted(set.intersection(*(set(row.values[key]) for row in having)))
-            _fill(having, key, shared[key], first, what, cfg, is_fit=not any(why[place] for _, _, place in shared[key]))
+            _fill(having, key, shared[key], first, what, cfg, is_fit=not any(why[index] for _, _, index in shared[key]))
             most = max(len(row.values[key]) for row in having)
             if len(shared[key]) < most:
                 notes.append(f"{columns[key]}: over the {len(shared[key])} of {most} samples that all its rows have")
@@ -212,8 +212,8 @@ def _headings(task: str, by: str, there: list[str]) -> tuple[dict[str, str], lis
 
 def _rows(groups: Sequence[Group], by: str, what: Measure, incomplete: bool, notes: list[str]) -> list[Row]:
     """The rows before anything is computed: the same method, settings and conditions in all groups."""
-    found: dict[str, Row] = {}
-    for place, group in enumerate(groups):
+    rows: dict[str, Row] = {}
+    for index, group in enumerate(groups):
         column = _column_of(group, by)
         repeats = {run.name for run in group.repeats}
         whole = [_by_column(run, column) for run in group.runs if run.complete]
@@ -225,18 +225,18 @@ def _rows(groups: Sequence[Group], by: str, what: Measure, incomplete: bool, not
                 notes.append(f"{run.label} is not shown: it is incomplete ({run.progress})")
                 continue
             key = run.key if run.method != FULL else run.method_key
-            row = found.setdefault(key, Row(label=run.label, method=run.method))
+            row = rows.setdefault(key, Row(label=run.label, method=run.method))
             row.runs.append(run)
             values = curve_of(run, what).values
             for name, members in _by_column(run, column).items():
-                ok = {(*sample, place): values[sample] for sample in members if sample in values}
+                ok = {(*sample, index): values[sample] for sample in members if sample in values}
                 if run.complete and len(ok) < ENOUGH * sizes[name]:
                     notes.append(
                         f"{run.label} has no {name}: only {len(ok)} of {sizes[name]} samples ended well with a value"
                     )
                 elif ok:
                     row.values.setdefault(name, {}).update(ok)
-    return [row for row in found.values() if row.values]
+    return [row for row in rows.values() if row.values]
 
 
 def _by_column(run: StoredRun, column: Callable[[SampleRecord], str]) -> dict[str, set[SampleName]]:
@@ -256,19 +256,19 @@ def _fill(
     for sample in samples:
         by_subset.setdefault((sample[0], sample[2]), []).append(sample)
     weighting = group.runs[0].record.weighting
-    found: list[tuple[Cell, Strata]] = []  # of all but the full cache
+    known: list[tuple[Cell, Strata]] = []  # of all but the full cache
     for row in rows:
         strata = strata_of(row.values[key], by_subset.values(), weighting)
         interval = score_interval(strata, what)
         row.cells[key] = Cell(value=float(strata.mean()), interval=interval, num_samples=len(samples))
         if row.method != FULL:
-            found.append((row.cells[key], strata))
-    if len(found) < 2 or not is_fit:
+            known.append((row.cells[key], strata))
+    if len(known) < 2 or not is_fit:
         return
     sign = 1 if what.higher_is_better else -1
-    best = max(found, key=lambda one: sign * one[0].value)
+    best = max(known, key=lambda one: sign * one[0].value)
     best[0].is_best = True
-    rivals = [one for one in found if one is not best]
+    rivals = [one for one in known if one is not best]
     how = {"bounded": what.bounded, "resamples": cfg["resamples"], "seed": cfg["seed"]}
     p_values = [difference(best[1], strata, **how).p for _, strata in rivals]
     for (cell, _), p in zip(rivals, holm(p_values), strict=True):

@@ -11,7 +11,7 @@ from rich.text import Text
 from kvbench.config.files import FULL
 from kvbench.evidence.load import Group, StoredRun
 from kvbench.evidence.report_bars import named, tier_names
-from kvbench.evidence.view import Found, Grid, View, frame_of, notes
+from kvbench.evidence.view import Grid, View, ViewResult, frame_of, notes
 from kvbench.show.csv_file import csv_row
 from kvbench.show.picture import drawn, share_bars
 from kvbench.show.terminal import number, span
@@ -43,14 +43,14 @@ class Shares:
 
 
 def shares_of(group: Group, run: StoredRun) -> Shares | None:
-    """The shares of a run when its answers ended; None where no sample says them."""
+    """The shares of a run when its answers ended; None where no sample has them."""
     held: dict[str, dict[str, list[float]]] = {}
     names = cache(partial(tier_names, run))  # which makes the method again
     for record in run.samples.values():
-        found = tier_shares([record])
-        if not found:
+        shares = tier_shares([record])
+        if not shares:
             continue
-        each = named(names(len(found)), found) | {PRUNED: max(0.0, 1 - sum(found))}
+        each = named(names(len(shares)), shares) | {PRUNED: max(0.0, 1 - sum(shares))}
         for name, share in each.items():
             held.setdefault(name, {}).setdefault(record["subset"], []).append(share)
     if not held:
@@ -66,43 +66,45 @@ def shares_of(group: Group, run: StoredRun) -> Shares | None:
     )
 
 
-def figure(found: Sequence[Shares]) -> "Figure":
-    """A bar for each run, its precisions beside one another, what is pruned at the right."""
-    rows = [(shares.name, {name: own.value or 0.0 for name, own in shares.parts.items()}) for shares in found]
+def figure(all_shares: Sequence[Shares]) -> "Figure":
+    """A stacked bar of precisions for each run, with the pruned share at the right."""
+    rows = [
+        (shares.name, {name: estimate.value or 0.0 for name, estimate in shares.parts.items()}) for shares in all_shares
+    ]
     return share_bars(rows, PRUNED, "% of the tokens over layers and KV heads, as an answer ends")
 
 
-def compute(groups: Sequence[Group], cfg: DictConfig) -> Found:
-    """The shares of every run; raises ValueError where no run says them."""
-    found = [
+def compute(groups: Sequence[Group], cfg: DictConfig) -> ViewResult:
+    """The shares of every run; raises ValueError where no run has them."""
+    all_shares = [
         shares for group in groups for run in group.runs if run.method != FULL and (shares := shares_of(group, run))
     ]
-    if not found:
+    if not all_shares:
         raise ValueError(f"no run under results_dir={cfg.results_dir} says what it holds; run a method beside full")
-    names = list(dict.fromkeys(name for shares in found for name in shares.parts))
+    names = list(dict.fromkeys(name for shares in all_shares for name in shares.parts))
     columns = [
-        (f"{name}, %", [_text(shares.parts.get(name)) for shares in found])
+        (f"{name}, %", [_text(shares.parts.get(name)) for shares in all_shares])
         for name in [*(name for name in names if name != PRUNED), PRUNED]
     ]
     records = [
-        csv_row(task=shares.task, model=shares.model, run=shares.run, part=name, share=own.value)
-        | csv_row(low=own.low, high=own.high, n=own.num_samples)
-        for shares in found
-        for name, own in shares.parts.items()
+        csv_row(task=shares.task, model=shares.model, run=shares.run, part=name, share=estimate.value)
+        | csv_row(low=estimate.low, high=estimate.high, n=estimate.num_samples)
+        for shares in all_shares
+        for name, estimate in shares.parts.items()
     ]
-    return Found(
+    return ViewResult(
         parts=[
-            Grid(title=None, names=[shares.name for shares in found], columns=columns),
+            Grid(title=None, names=[shares.name for shares in all_shares], columns=columns),
             Text("[a, b]: 95 % interval over samples.", style="dim"),
             *notes(dict.fromkeys(note for group in groups for note in group.notes)),
         ],
         frame=frame_of(records),
-        figures=[("tiers", "", partial(drawn, lambda: figure(found), style=STYLE))],
+        figures=[("tiers", "", partial(drawn, lambda: figure(all_shares), style=STYLE))],
     )
 
 
-def _text(own: Estimate | None) -> str:
-    return "-" if own is None else f"{number(own.value, 100)} {span(own.ends, 100)}"
+def _text(estimate: Estimate | None) -> str:
+    return "-" if estimate is None else f"{number(estimate.value, 100)} {span(estimate.ends, 100)}"
 
 
 main = View(name="tiers", compute=compute)

@@ -48,10 +48,10 @@ def counted_once():
     """Counts the bytes of a method on a model at a length once for all tests: most of an advice's time."""
     known = {}
 
-    def outlined(policy, *asked):
-        key = repr((type(policy), vars(policy), asked))
+    def outlined(policy, *sizes):
+        key = repr((type(policy), vars(policy), sizes))
         if key not in known:
-            known[key] = outline(policy, *asked)
+            known[key] = outline(policy, *sizes)
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -159,14 +159,14 @@ def test_missing_answers_are_as_bad_as_they_can_be(tmp_path, capsys):
     assert rows["int8"].endswith("cannot tell") and "so none is advised" in said
 
 
-ASKED = ["advise", "model=llama3.1-8b", "gpu=l4", "context=8k", "batch=16", "margin=0.05", "why=true"]
+ADVISE = ["advise", "model=llama3.1-8b", "gpu=l4", "context=8k", "batch=16", "margin=0.05", "why=true"]
 
 
 def test_without_a_run_others_evidence_answers_and_is_marked(tmp_path, monkeypatch, capsys):
     """A folder without results gets exit 0, the study's losses, the papers' numbers, whose each is, and the run that
     tells most with its time."""
     monkeypatch.chdir(tmp_path)
-    assert main([*ASKED, "methods=[int8,fp8,kivi,snapkv]"]) == 0
+    assert main([*ADVISE, "methods=[int8,fp8,kivi,snapkv]"]) == 0
     out = capsys.readouterr().out
     rows = {line.split("  ")[0]: line.split() for line in out.splitlines() if re.search(r" (study|bytes) ", line)}
     assert rows["kivi bits=4"][-3:] == ["study", "cannot", "tell"] and rows["int8"][-2:] == ["too", "large"]
@@ -182,7 +182,7 @@ def test_without_a_run_others_evidence_answers_and_is_marked(tmp_path, monkeypat
 
 
 def test_nothing_is_advised_from_a_broken_reference(results, monkeypatch, capsys):
-    """Where the full cache's own answers cannot be judged, no interval counts, and the reason is said."""
+    """A full cache whose answers cannot be judged gives no intervals; the reason is printed."""
     monkeypatch.setattr(Group, "unfit", lambda self, what: "most answers of full were cut")
     rows, said, _ = advise(capsys, results, "methods=snapkv")
     assert rows["snapkv"].endswith("cannot tell") and "so none is advised" in said
@@ -206,7 +206,7 @@ def test_what_nobody_measured_has_the_order_of_others_and_not_their_losses(tmp_p
         assert main(["advise", f"model={model}", *words]) == 0
         said[model] = " ".join(capsys.readouterr().out.split())
     shipped.losses.cache_clear()
-    other, own, small = said.values()
+    other, measured, small = said.values()
     assert "Nothing was measured on llama3-8b. What may carry over is which method loses less" in other
     agree = (
         "longctx with smollm2-135m and code with qwen2.5-coder-0.5b: rank correlation +0.62 [+0.31, +0.84], 12 methods"
@@ -219,14 +219,14 @@ def test_what_nobody_measured_has_the_order_of_others_and_not_their_losses(tmp_p
     assert "1 from results/example/study (longctx with smollm2-135m, n=200)" in other
     assert (
         "Measured on qwen2.5-coder-0.5b by the repository's study (code in results/example/benchmarks), it fits and "
-        "loses no more than the margin: int4 (120 samples)." in own
+        "loses no more than the margin: int4 (120 samples)." in measured
     )
-    assert "1 from results/example/benchmarks (code with qwen2.5-coder-0.5b, n=120)" in own
-    assert "+12.6 [+7.3, +18.3]" in small and "Nothing was measured" not in own + small
+    assert "1 from results/example/benchmarks (code with qwen2.5-coder-0.5b, n=120)" in measured
+    assert "+12.6 [+7.3, +18.3]" in small and "Nothing was measured" not in measured + small
 
 
 def test_a_package_without_the_study_counts_bytes(tmp_path, monkeypatch, capsys):
-    """Where nothing was measured by anybody, methods stand with their bytes, and it is said where the study is."""
+    """Methods without any measurement are listed with their bytes, and a note names the study."""
     monkeypatch.setattr(shipped, "study_folders", list)
     shipped.losses.cache_clear()
     assert main([*WORDS[:-2], "why=true", f"results_dir={tmp_path}"]) == 0
@@ -242,8 +242,8 @@ def test_the_weights_are_taken_off_the_device(tmp_path, capsys):
     weights = find_shape(MODEL).weights_bytes
     _, said, _ = advise(capsys, tmp_path, "methods=int8", f"memory={weights + 30_000_000}")
     assert "30.0 MB for caches" in said and "less 269 MB of weights" in said
-    _, given, _ = advise(capsys, tmp_path, "methods=int8", "cache_memory=30000000")
-    assert "30.0 MB for caches" in given
+    _, shown, _ = advise(capsys, tmp_path, "methods=int8", "cache_memory=30000000")
+    assert "30.0 MB for caches" in shown
     _, said, _ = advise(capsys, tmp_path, "methods=int8", "memory=1GiB", "weights=1000MiB")
     assert "25.2 MB for caches" in said
     _, said, _ = advise(capsys, tmp_path, "methods=int8", f"memory={weights - 1}")
@@ -269,7 +269,7 @@ def recommended(capsys, root, *words):
 
 
 def test_the_answer_is_one_recommendation(results, capsys):
-    """What is proven here: its bytes, what was measured, the risk with its bound, and no run that would settle it."""
+    """A proven recommendation: its bytes, measurements, the risk with its bound, and no further run."""
     lines, said = recommended(capsys, results)
     assert "Recommended: snapkv." in said and "n=240 (your runs)" in said
     assert re.search(r"Risk: no loss shown; at most [0-9.]+ points by 95 %", said)

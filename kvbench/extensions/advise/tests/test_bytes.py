@@ -49,7 +49,7 @@ def test_a_method_a_model_a_length_and_a_batch(tmp_path, capsys):
         ("qwen3-next-80b", 0, 36 * (8192 * 4 * 2 + 32 * 128 * 128 * 4)),  # a convolution's, and fp32 memory
     ],
 )
-def test_layers_that_do_not_see_everything_are_billed_beside(model, windows, states, tmp_path, capsys):
+def test_layers_that_do_not_see_everything_are_billed_off_page(model, windows, states, tmp_path, capsys):
     """A model whose layers differ: windows and states are in every row and in FP16, and the full layers stand alone.
     Windows have pages of their own: those of 4 bits take a quarter, and their scales."""
     out, tokens = tmp_path / "bytes.csv", 4096
@@ -64,12 +64,12 @@ def test_layers_that_do_not_see_everything_are_billed_beside(model, windows, sta
         assert windows <= int(row["window_bytes"]) <= 1.1 * windows
         items = [int(count) for name, count in row.items() if name.endswith("_bytes") and name != "fp16_bytes"]
         assert sum(items) == 2 * int(row["resident_bytes"])
-    own = int(int4["resident_bytes"]) - int(int4["window_bytes"]) - states
-    assert f"{100 * own / alone:.1f}" in shown
+    paged = int(int4["resident_bytes"]) - int(int4["window_bytes"]) - states
+    assert f"{100 * paged / alone:.1f}" in shown
     assert main([*words, "method=int4", "store.windows=method"]) == 0
     (coded,) = lines(out)
     assert windows / 4 <= int(coded["window_bytes"]) <= 0.35 * windows
-    assert int(coded["resident_bytes"]) == own + int(coded["window_bytes"]) + states
+    assert int(coded["resident_bytes"]) == paged + int(coded["window_bytes"]) + states
 
 
 def test_a_latent_cache_is_counted_once(tmp_path, capsys):
@@ -128,10 +128,10 @@ def test_several_methods_are_one_table(tmp_path, capsys, method):
     """A list of methods has the rows that each has by itself, with settings that all of them have."""
     out, words = tmp_path / "bytes.csv", ["model=smollm2-135m", "length=300", "answer=2"]
     assert main(["bytes", method, *words, f"out={out}"]) == 0
-    together = lines(out)
-    assert [row["method"] for row in together] == ["snapkv", "kivi", "int4"]
+    whole = lines(out)
+    assert [row["method"] for row in whole] == ["snapkv", "kivi", "int4"]
     assert main(["bytes", "method=kivi", *words, f"out={out}"]) == 0
-    assert lines(out) == [together[1]]
+    assert lines(out) == [whole[1]]
     capsys.readouterr()
     assert main(["bytes", method, "method.budget=0.5", *words]) == 2
     assert "there is no setting method.budget" in capsys.readouterr().err
@@ -140,14 +140,14 @@ def test_several_methods_are_one_table(tmp_path, capsys, method):
 
 
 def test_what_data_decide_has_the_rows_of_others_marked(tmp_path, capsys, monkeypatch):
-    """What the study measured lies between least and most, what papers printed is as they printed it, and both are
+    """Measured shares lie between least and most, printed ones equal the papers', and both are
     named; an installed package has no study, and says so."""
     out = tmp_path / "bytes.csv"
     words = ["bytes", "method=diffkv", "model=llama3-8b", "length=200", "answer=2", f"out={out}"]
     assert main(words) == 0
     said = " ".join(capsys.readouterr().out.split())
-    found = {row["method"]: float(row["ratio"]) for row in lines(out)}
-    assert found["diffkv, at least"] < found["diffkv, study"] < found["diffkv, at most"]
+    ratios = {row["method"]: float(row["ratio"]) for row in lines(out)}
+    assert ratios["diffkv, at least"] < ratios["diffkv, study"] < ratios["diffkv, at most"]
     printed = [float(row["ratio"]) for row in lines(out) if row["method"] == "diffkv, printed"]
     assert printed == pytest.approx([0.176, 0.276], abs=1e-4)
     assert "the repository's study measured of diffkv on smollm2-135m" in said
@@ -216,13 +216,13 @@ def test_the_lines_of_an_answer_are_the_ledger_s(tiny_model):
     H2O and SnapKV at half of what was seen hold or read about half of what the full cache does, all along."""
     loaded, prompt, answer = tiny_model("llama", "gqa3", 64), 100, 40
     shape = model_shape(loaded.model)
-    found = {}
+    by_method = {}
     for name in ("full", "quest read_budget=50%seen dense_layers=0", "h2o budget=50%seen", "snapkv budget=50%seen"):
         policy = choices.make_method(name)
         lines = along.lines_of(name, policy, shape, prompt, answer, StoreOptions())
         assert [line.is_read for line in lines] == [False, True][: len(lines)]
         assert lines[0].tokens == [*range(answer + 1)]
-        found[name.split()[0]] = lines
+        by_method[name.split()[0]] = lines
         seen, read = [], [0.0]
 
         def look(running, step, seen=seen, read=read):
@@ -230,15 +230,15 @@ def test_the_lines_of_an_answer_are_the_ledger_s(tiny_model):
                 seen.append((running.store.counters.seen[0] - prompt, running.store.ledger.row_bytes(0)))
                 read.append(running.store.ledger.meters[0].read_bytes)
 
-        asked = [request("0", random_tokens(prompt), max_new_tokens=answer)]
-        answers(loaded, policy, asked, on_step=look)
+        requests = [request("0", random_tokens(prompt), max_new_tokens=answer)]
+        answers(loaded, policy, requests, on_step=look)
         assert len(seen) > answer // 2
         # Tables of a run have room for the whole answer, those of a point for its part of it.
         assert {at: lines[0].counts[at] for at, _ in seen} == pytest.approx(dict(seen), abs=400)
         for line in lines[1:]:
             assert list(line.counts)[: len(seen)] == [b - a for a, b in zip(read, read[1:], strict=False)]
-    full, (_, reads) = found["full"][0], found["quest"]
-    for line in (*found["h2o"], *found["snapkv"], reads):
+    full, (_, reads) = by_method["full"][0], by_method["quest"]
+    for line in (*by_method["h2o"], *by_method["snapkv"], reads):
         for at, count in zip(line.tokens, line.counts, strict=True):
             least = (prompt + at) // 2 - 2 * 16  # pages read are rounded down, and the newest may have one token
             assert shape.fp16_bytes(least) < count < full.counts[at]

@@ -70,11 +70,11 @@ SCALED = {
 
 def policy_of(words: list[str]):
     """The method that words of a run make."""
-    given = dict(word.split("=", 1) for word in words)
-    settings = as_dict(method_settings(given["method"]))
-    settings |= {k.removeprefix("method."): yaml.safe_load(v) for k, v in given.items() if k.startswith("method.")}
-    if "method.tiers_by_layer" in given:  # 0:fp16 is no mapping
-        settings["tiers_by_layer"] = given["method.tiers_by_layer"]
+    values = dict(word.split("=", 1) for word in words)
+    settings = as_dict(method_settings(values["method"]))
+    settings |= {k.removeprefix("method."): yaml.safe_load(v) for k, v in values.items() if k.startswith("method.")}
+    if "method.tiers_by_layer" in values:  # 0:fp16 is no mapping
+        settings["tiers_by_layer"] = values["method.tiers_by_layer"]
     return make_policy(settings)
 
 
@@ -82,11 +82,11 @@ def policy_of(words: list[str]):
 @pytest.mark.smoke
 def test_commands_are_read_right(command: str, want: str):
     """The words of the run; its method can be made."""
-    found = read_command(command)
-    said = " ".join(found.words).replace("method.", "").replace("store.rotation=", "")
+    reading = read_command(command)
+    said = " ".join(reading.words).replace("method.", "").replace("store.rotation=", "")
     assert want in said.replace("method=", "")
-    policy_of(found.words)
-    assert sum(part in found.words for part in ("method=full", "method=int8", "method=engine_format")) == 1
+    policy_of(reading.words)
+    assert sum(part in reading.words for part in ("method=full", "method=int8", "method=engine_format")) == 1
 
 
 @pytest.mark.parametrize(("command", "message"), REFUSED.items(), ids=str)
@@ -99,12 +99,12 @@ def test_what_has_no_counterpart_is_named(command: str, message: str):
 @pytest.mark.parametrize(("command", "scaled"), SCALED.items(), ids=str)
 def test_scales_that_vllm_finds_itself_are_a_file_here(command: str, scaled: bool):
     """With the command that finds them; of other formats the flag says nothing, there and here."""
-    found = read_command(command)
-    assert ("method.scales=scales.tsv" in found.words) == scaled
-    assert any("kvbench calibrate what=scales scales.tokens=random" in note for note in found.notes) == scaled
+    reading = read_command(command)
+    assert ("method.scales=scales.tsv" in reading.words) == scaled
+    assert any("kvbench calibrate what=scales scales.tokens=random" in note for note in reading.notes) == scaled
 
 
-def test_scales_of_a_calibration_have_flags_of_their_own():
+def test_scales_of_a_calibration_have_their_flags():
     """Plain fp8 has scales of 1, which these are not."""
     (tensor,) = flags_of(Uniform(tier="fp8", scales=[[0.1, 0.2]] * 4, protect_layers=[-1]), 4)
     assert "--kv-cache-dtype-skip-layers 3 --kv-cache-dtype fp8 (scales of the checkpoint" in tensor

@@ -13,22 +13,22 @@ from kvbench.extensions.attention.figures import FIGURES, _persisting, _staying
 def looked(tiny_model):
     """A tiny model, two prompts of odd lengths, what was seen of them, and the model's own attention."""
     loaded, prompts = tiny_model(), [random_tokens(37), random_tokens(50, seed=1)]
-    found = measure(loaded, prompts, Attention(share=0.9, mapped=frozenset({0, 1}), top=5))
+    measured = measure(loaded, prompts, Attention(share=0.9, mapped=frozenset({0, 1}), top=5))
     model = loaded.model
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
     with torch.no_grad():
-        own = [model(input_ids=torch.tensor([one]), output_attentions=True).attentions for one in prompts]
+        expected = [model(input_ids=torch.tensor([one]), output_attentions=True).attentions for one in prompts]
     model.set_attn_implementation(before)
-    return prompts, found, own
+    return prompts, measured, expected
 
 
 @pytest.mark.smoke
-def test_what_is_seen_is_the_models_own_attention(looked, monkeypatch):
+def test_what_is_seen_is_the_models_attention(looked, monkeypatch):
     """Received, accumulated, mapped and critical, layer by layer, and the same in blocks of few queries."""
-    prompts, found, own = looked
-    assert all(seen.heaviest.shape[-1] == 5 for layers in found for seen in layers)
-    for prompt, layers, weights in zip(prompts, found, own, strict=True):
+    prompts, measured, of_model = looked
+    assert all(seen.heaviest.shape[-1] == 5 for layers in measured for seen in layers)
+    for prompt, layers, weights in zip(prompts, measured, of_model, strict=True):
         n = len(prompt)
         late = [i for i in range(n) if i * attention.WINDOWS // n == attention.WINDOWS - 1]
         for seen, whole in zip(layers, weights, strict=True):
@@ -91,8 +91,8 @@ def test_critical_tokens_and_persistence_by_hand():
 @pytest.mark.smoke
 def test_every_picture(looked, name):
     """It is drawn under its title, and its records are finite numbers by layer."""
-    _, found, _ = looked
-    made = FIGURES[name](found, 0.9)
+    _, measured, _ = looked
+    made = FIGURES[name](measured, 0.9)
     assert made.records and made.said and all(value == value for row in made.records for value in row.values())
     figure = made.draw("tiny $1")
     assert figure.get_suptitle() == "tiny $1" and len(figure.axes) >= made.columns

@@ -148,7 +148,7 @@ def test_newest_tokens_lie_in_a_residual_buffer(name):
         assert caches.dense_error(out, q, k, v, 0.125) < 1e-2
 
 
-def test_rings_and_lists_of_unlike_length_are_cells_of_their_own():
+def test_rings_and_lists_of_unlike_length_are_separate_cells():
     """One tier lies behind a residual buffer; lists are between an eighth of a length and all of it, and their bytes
     are fewer. Cells without either are named as before."""
     document = measured("lengths=[1024]", "formats=[K4V2,K8V4+K4V2]", "rings=[0,128]", "lists=[equal,unlike]")
@@ -178,7 +178,7 @@ def test_lists_that_are_read_too_far_are_refused(monkeypatch):
     assert [entry["name"] for entry in document["cells"][0]["refused"]] == ["K4V2"]
 
 
-def test_the_kernels_in_cuda_have_rows_of_their_own():
+def test_the_kernels_in_cuda_have_separate_rows():
     """Their source, built for this CPU, next to Triton's; a format that they do not take is refused, so that nobody
     takes Triton's time for theirs."""
     pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
@@ -193,7 +193,7 @@ def test_the_kernels_in_cuda_have_rows_of_their_own():
     assert all("keys of 16 bits" in entry["reason"] for entry in cell["refused"])
 
 
-def test_forms_in_cuda_are_compiled_together(monkeypatch):
+def test_forms_in_cuda_are_compiled_in_one_call(monkeypatch):
     """Those that the cells' rows will ask for, by as many threads as there are cores; what fails is noted. Without such
     rows, or without a card, nothing is compiled."""
     pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
@@ -294,7 +294,7 @@ def test_mainloops_of_triton_are_counted():
         instructions._in_triton("K4V4", 64, 4, "bf16", False, False, "sm_90")
 
 
-def test_keys_and_values_in_8_bits_have_scales_of_their_own():
+def test_keys_and_values_in_8_bits_have_separate_scales():
     """Either, times its scale, is what was stored, within half a step of three bits of mantissa; the largest element is
     the type's largest."""
     generator = torch.Generator().manual_seed(3)

@@ -39,7 +39,7 @@ def test_bench_writes_numbers_table_and_picture(measured):
     assert "attention: 0/3 rounds: shape 6x2x64" in printed.err
 
 
-def test_a_result_can_be_shown_again(measured, capsys):
+def test_a_stored_result_can_be_shown(measured, capsys):
     """load= draws table and picture from the numbers and measures nothing."""
     folder, _ = measured
     picture = (folder / "bench.png").read_bytes()
@@ -82,9 +82,9 @@ def test_a_bench_that_was_stopped_goes_on(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(bench.Bench, "_measured", stopped)
     assert main(words) == 130
-    told = capsys.readouterr()
-    assert "length 96" in told.out and "length 32" in told.out and "length 64" not in told.out, told.out
-    assert "every finished cell is kept. To go on: " in told.err
+    captured = capsys.readouterr()
+    assert "length 96" in captured.out and "length 32" in captured.out and "length 64" not in captured.out, captured.out
+    assert "every finished cell is kept. To go on: " in captured.err
     (path,) = (tmp_path / "out" / "attention").glob("*/bench.json")
     assert (bench.read_document(path)["left"], measured) == (1, [96, 32, None])
     assert main(["bench", f"load={path}"]) == 0
@@ -117,7 +117,7 @@ def test_user_errors_are_one_line(words, message, capsys, tmp_path, monkeypatch)
     assert message in error and "Traceback" not in error
 
 
-def test_time_left_is_told_from_the_last_rounds(monkeypatch, capsys):
+def test_time_left_follows_from_the_last_rounds(monkeypatch, capsys):
     """From the first round on; a long wait before it, until a bench says that it begins, does not count."""
     clock = {"now": 0.0}
     monkeypatch.setattr(show.time, "monotonic", lambda: clock["now"])

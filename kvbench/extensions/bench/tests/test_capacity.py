@@ -1,4 +1,4 @@
-"""What fits into a memory: counted as the store counts, and tried with real pages."""
+"""Capacity of a memory: counted as the store counts, and tried with real pages."""
 
 import io
 
@@ -22,14 +22,14 @@ def test_what_is_counted_is_what_fits(tmp_path):
     document = bench.run(settings, keep=lambda so_far: kept.append(len(so_far["cells"])))
     bench.check_document(document)
     (cell,) = document["cells"]
-    found = {row["name"]: row for row in cell["variants"]}
+    rows = {row["name"]: row for row in cell["variants"]}
     for name in methods[:2]:
-        row = found[name]
+        row = rows[name]
         assert abs(row["tried_batch"] - row["counted_batch"]) <= 1
         counted = min(row["counted_prompt"], settings.longest)
         assert row["tried_prompt"] == pytest.approx(counted, rel=0.03)
-    assert found["diffkv window=16"]["counted_batch"] is found["diffkv window=16"]["counted_prompt"] is None
-    batches = [found[name]["tried_batch"] for name in ("full", "diffkv window=16", "snapkv budget=0.5")]
+    assert rows["diffkv window=16"]["counted_batch"] is rows["diffkv window=16"]["counted_prompt"] is None
+    batches = [rows[name]["tried_batch"] for name in ("full", "diffkv window=16", "snapkv budget=0.5")]
     assert kept == [1] and batches == sorted(set(batches)) and batches[0] > 0
     text = io.StringIO()
     Console(width=200, file=text).print(show.render(document))
@@ -39,8 +39,8 @@ def test_what_is_counted_is_what_fits(tmp_path):
 
 def test_a_model_that_is_not_here_is_counted(tmp_path):
     """Nothing is loaded; what a window holds takes a prompt of any length."""
-    given = COMMON | {"kv_mb": [200], "context": 256, "new_tokens": 2, "longest": 256, "shape": "llama3-8b"}
-    settings = capacity.Settings(**given, methods=["full", "streaming_llm budget=128"])
+    options = COMMON | {"kv_mb": [200], "context": 256, "new_tokens": 2, "longest": 256, "shape": "llama3-8b"}
+    settings = capacity.Settings(**options, methods=["full", "streaming_llm budget=128"])
     (cell,) = (document := bench.run(settings))["cells"]
     full, window = cell["variants"]
     token_bytes = 32 * 8 * 128 * 4
@@ -62,7 +62,7 @@ def test_a_page_is_no_end_of_growth(num_bytes, monkeypatch):
 
 @pytest.mark.parametrize("limit", [0, 1, 7, 100, 1000])
 @pytest.mark.parametrize("guess", [0, 1, 90, 5000])
-def test_the_largest_is_found_from_any_guess(limit, guess):
+def test_the_search_ends_at_the_largest_from_any_guess(limit, guess):
     """Exactly, or to a part of itself, and never above what may be."""
     assert capacity.largest(lambda n: n <= limit, guess, 10**6) == limit
     assert capacity.largest(lambda n: n <= limit, guess, 60) == min(limit, 60)

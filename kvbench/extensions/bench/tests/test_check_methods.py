@@ -70,7 +70,7 @@ def test_a_method_answers_with_the_kernels_in_cuda(method: str, case: str, monke
     assert ("cuda" in (decodes[1].split("; ") if decodes else ())) == (method in IN_CUDA)
 
 
-def test_small_settings_are_the_methods_own():
+def test_small_settings_belong_to_the_method():
     """Cases shrink what a method has, add nothing, and enlarge nothing."""
     assert changes("diffkv", Case(())) == {"window": SMALL["window"]}
     assert changes("diffkv", Case((), one_tier=True)) == {"window": SMALL["window"], "alpha_h": 0.02}
@@ -88,8 +88,8 @@ def test_a_difference_is_counted():
     failed = SimpleNamespace(**vars(good) | {"status": "oom"})
     assert differing(failed, failed) == 1
     near, far = (Outcome(**vars(good) | {"fidelity": {"nll": x}, "per_token": {"nll": [x]}}) for x in (1.01, 1.4))
-    asked = Outcome(**vars(good) | {"fidelity": {"nll": 1.0}, "per_token": {"nll": [1.0]}})
-    assert differing(near, asked) == differing(far, asked, 0.3) == 1 > differing(near, asked, 0.3)
+    other = Outcome(**vars(good) | {"fidelity": {"nll": 1.0}, "per_token": {"nll": [1.0]}})
+    assert differing(near, other) == differing(far, other, 0.3) == 1 > differing(near, other, 0.3)
 
 
 def test_a_crash_is_a_finding(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):

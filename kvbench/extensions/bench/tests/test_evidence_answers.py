@@ -43,15 +43,15 @@ def test_without_requests_it_says_where_they_come_from(tmp_path, capsys):
     assert "--prepare" in capsys.readouterr().err and not (tmp_path / "a.json").exists()
 
 
-def test_what_is_asked_for_composes(tmp_path):
+def test_the_commands_compose(tmp_path):
     """Every file's words are those of runs: eleven methods, the full cache first, of the tasks and sizes that the stage
     is made for."""
-    asked = evidence_answers.asking(tmp_path)
-    names = [words[2].rpartition("/")[2] for words in asked]
+    commands = evidence_answers.asking(tmp_path)
+    names = [words[2].rpartition("/")[2] for words in commands]
     assert names == sorted(names) and [name[3:].partition(".")[0] for name in names] == [
         "humaneval_plus", "gsm8k", "math500", "longbench",
     ]  # fmt: skip
-    for words in asked:
+    for words in commands:
         methods = next(word for word in words if word.startswith("methods="))
         lines = json.loads(methods.partition("=")[2])
         shared = [word for word in words[3:] if not word.startswith("methods=")]
@@ -59,7 +59,7 @@ def test_what_is_asked_for_composes(tmp_path):
             [*shared, *(shlex.split(line) if "=" in line else [f"method={line}"])]
         )]  # fmt: skip
         assert len(jobs) == 11
-        jobs = jobs if words is asked[0] else jobs[:1]  # the methods are the same
+        jobs = jobs if words is commands[0] else jobs[:1]  # the methods are the same
         composed = [compose(job, with_choices=True) for job in jobs]
         assert composed[0]["_choices_"]["method"] == "full"
         assert {str(cfg["model"]["dtype"]) for cfg in composed} == {"bfloat16"}

@@ -64,7 +64,7 @@ def runs(monkeypatch: pytest.MonkeyPatch, code: str) -> Stage:
 
 
 def test_a_stage_with_refusals_is_complete(tmp_path, monkeypatch):
-    """What names variants that could not be timed gives the same when it is run again, so it is not."""
+    """A stage that names variants which cannot be timed is complete: it would give the same again."""
     stage = runs(monkeypatch, f"raise SystemExit({bench.REFUSED})")
     assert go_on(tmp_path, 60, (stage,)) == []
     assert json.loads((tmp_path / "state.json").read_text())["python"]["rc"] == bench.REFUSED
@@ -89,8 +89,8 @@ def wait_for(happened) -> None:
 
 def processes(words: str) -> list[Path]:
     """Those that have some words in their command line."""
-    found = Path("/proc").glob("[0-9]*/cmdline")
-    return [path for path in found if words.encode() in _read(path)]
+    paths = Path("/proc").glob("[0-9]*/cmdline")
+    return [path for path in paths if words.encode() in _read(path)]
 
 
 def _read(path: Path) -> bytes:
@@ -102,7 +102,7 @@ def _read(path: Path) -> bytes:
 
 
 @contextmanager
-def called(*arguments, **more) -> Iterator[BaseProcess]:
+def running_stages(*arguments, **more) -> Iterator[BaseProcess]:
     """A call of the collector in a process group of its own, which is killed at the end."""
 
     def collect() -> None:
@@ -136,13 +136,13 @@ def test_a_killed_call_loses_the_stage_under_way(tmp_path, monkeypatch):
     )
     stages = tuple(Stage(name, 60, GOOD, "") for name in names)
     for _ in names[1:]:
-        with called(tmp_path, 300, stages, keep=die) as call:
+        with running_stages(tmp_path, 300, stages, keep=die) as call:
             call.join(60)
         assert call.exitcode == -signal.SIGKILL
     assert list(evidence_gpu.read_state(tmp_path)) == names[:3]
     with monkeypatch.context() as patch:  # the new state is there, and takes the place of the old one next
         patch.setattr(Path, "replace", lambda *_: die())
-        with called(tmp_path, 300, stages) as call:
+        with running_stages(tmp_path, 300, stages) as call:
             call.join(60)
     assert call.exitcode == -signal.SIGKILL
     assert list(evidence_gpu.read_state(tmp_path)) == names[:3]
@@ -154,7 +154,7 @@ def test_a_killed_call_leaves_no_process(tmp_path, monkeypatch):
     """The stage under way ends with the collector, and so does what the stage has started, in whatever order."""
     inner = "import time; time.sleep(254.322)"
     stage = runs(monkeypatch, f"import subprocess, sys; subprocess.run([sys.executable, '-Sc', {inner!r}])")
-    with called(tmp_path, 300, (stage,)):
+    with running_stages(tmp_path, 300, (stage,)):
         wait_for(lambda: len(processes(inner)) >= 2)
     wait_for(lambda: not processes(inner))
     assert not (tmp_path / "state.json").exists()
@@ -169,7 +169,7 @@ def test_a_killed_stage_goes_on_behind_its_last_cell(tmp_path, name):
     pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
     stages = tuple(stage for stage in STAGES if stage.name == name)
     document = tmp_path / f"{name}.json"
-    with called(tmp_path, 1200, stages, dry=True) as call:
+    with running_stages(tmp_path, 1200, stages, dry=True) as call:
         wait_for_cell = time.monotonic() + 600
         while not document.exists() and call.is_alive():
             assert time.monotonic() < wait_for_cell
@@ -177,10 +177,10 @@ def test_a_killed_stage_goes_on_behind_its_last_cell(tmp_path, name):
     held = json.loads(document.read_text())
     wait_for(lambda: not processes(str(document)))
     assert go_on(tmp_path, 1200, stages, dry=True) == []
-    found = json.loads(document.read_text())
-    bench.check_document(found)
-    assert found["cells"][: len(held["cells"])] == held["cells"] and found["started"] == held["started"]
-    assert len(found["cells"]) == len(held["cells"]) + held["left"] and not found["left"]
+    finished = json.loads(document.read_text())
+    bench.check_document(finished)
+    assert finished["cells"][: len(held["cells"])] == held["cells"] and finished["started"] == held["started"]
+    assert len(finished["cells"]) == len(held["cells"]) + held["left"] and not finished["left"]
 
 
 @pytest.mark.parametrize("dry", [False, True])
@@ -189,14 +189,14 @@ def test_every_stage_names_settings_that_exist(tmp_path, dry):
     for stage in left_over(STAGES, {}):
         python, flag, module, *words = words_of(stage, tmp_path, dry)
         assert (python, flag) == (sys.executable, "-m")
-        found = importlib.import_module(module)
-        if hasattr(found, "Settings"):
-            settings = read_words(found.Settings, words)
+        loaded = importlib.import_module(module)
+        if hasattr(loaded, "Settings"):
+            settings = read_words(loaded.Settings, words)
             assert settings.rounds < 11 or module.endswith("manager")
             assert f"out={tmp_path / stage.name}.json" in words
         else:
             with pytest.raises(SystemExit) as ended:
-                found.main([*words, "--help"])
+                loaded.main([*words, "--help"])
             assert ended.value.code == 0
     assert sum(stage.limit_s for stage in STAGES) <= 65 * 60 and max(stage.limit_s for stage in STAGES) <= 540
 

@@ -104,18 +104,20 @@ def test_words_are_read_as_they_are_written():
     assert bench.read_words(Settings, ["working_set_mb=7"]).working_set("cuda") == 7
 
 
-def test_keys_before_the_rotary_embedding_are_turned_to_their_tokens():
-    """A key that attention reads of KVQ4, behind 32 tokens of another format, is turned to its token, but for the
+def test_keys_before_the_rotary_embedding_are_rotated_to_their_tokens():
+    """A key that attention reads of KVQ4, behind 32 tokens of another format, is rotated to its token, except for the
     step between two of sixteen levels of its channel."""
     k, v = torch.randn(2, 3, 2, 96, 64, generator=torch.Generator().manual_seed(1)).unbind()
     held = caches.build_caches("K16V16+K4V2+KVQ4", k, v, Backend(), num_buffers=1, seed=0)
     last = held.buffers[0][2]
     angles = torch.arange(64, 96)[:, None] / 10000 ** (torch.arange(32) / 32)
     first, second = k[:, :, 64:].chunk(2, -1)
-    turned = torch.cat([first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], -1)
+    rotated = torch.cat(
+        [first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], -1
+    )
     dense, _, live = REFERENCE.gather_dense(held.pages, [last], None)
     step = (k[:, :, 64:].amax((0, 2)) - k[:, :, 64:].amin((0, 2))).max() / 15
-    assert (dense[live].view_as(turned) - turned).abs().max() < 2**0.5 * step  # two channels' steps, turned into one
+    assert (dense[live].view_as(rotated) - rotated).abs().max() < 2**0.5 * step  # two channels' steps, turned into one
 
 
 @pytest.mark.parametrize(
@@ -140,7 +142,7 @@ def test_settings_out_of_range_are_refused(word, message):
 
 
 @pytest.mark.parametrize("name", ["K16V16", "K8V4", "K4V2", "KIVI2", "FP8", "K8V4+K4V2"])
-def test_every_buffer_holds_the_cache_in_pages_of_its_own(name):
+def test_every_buffer_holds_the_cache_in_separate_pages(name):
     """Buffers share no page, all pages are used, each gives exact attention over what was written."""
     generator = torch.Generator().manual_seed(1)
     k, v = (torch.randn(2, 2, 192, 64, generator=generator) for _ in range(2))
@@ -266,7 +268,7 @@ def test_documents_that_contradict_themselves_are_refused():
             bench.check_document(good | {"cells": [{"cell": {"n": 1}, "variants": [bad]}]})
 
 
-def test_a_loaded_machine_is_called_so():
+def test_a_loaded_machine_is_named_as_such():
     """The warning counts cores and names the remedy; a quiet machine with kernels of its own gets none."""
     from kvbench.kernels.bench.machine import doubts
 
@@ -284,7 +286,7 @@ def test_a_loaded_machine_is_called_so():
     assert len(doubts(sleeping | {"gomp_spincount": "1000"}, "wall", Backend())) == 2
 
 
-def test_score_passes_are_timed_beside_attention():
+def test_score_passes_are_timed_with_attention():
     """The window, all queries, two chunks and the full matrix agree with a matrix in fp64; their cost is over
     attention's time."""
     words = "shapes=[6x2x64] lengths=[333] windows=[8] rounds=2 threads=[1] kernels=torch".split()
@@ -373,7 +375,7 @@ def test_a_part_is_there_before_its_reading_is_timed(monkeypatch):
     assert len({at for at, _ in timed}) == 4 and timed[0] == timed[4]
 
 
-def test_products_stand_beside_torchs_and_the_limit(monkeypatch):
+def test_products_are_shown_with_torchs_and_the_limit(monkeypatch):
     """Each row says what the machine could do: what must be read and multiplied, at the speed of probes of the same
     rounds, whichever takes longer."""
     monkeypatch.setattr(machine, "PROBE_BYTES", 1 << 20)

@@ -24,8 +24,8 @@ def counting(names, log):
 def test_every_variant_runs_once_per_round_over_all_buffers():
     """Each round holds each variant exactly once, goes over its buffers in turn; the warm-up is not counted."""
     log, rounds = [], []
-    found = time_rounds(counting("abc", log), rounds=6, seed=3, timer=WALL, on_round=lambda: rounds.append(len(log)))
-    assert {name: len(times) for name, times in found.items()} == {"a": 6, "b": 6, "c": 6}
+    times_of = time_rounds(counting("abc", log), rounds=6, seed=3, timer=WALL, on_round=lambda: rounds.append(len(log)))
+    assert {name: len(times) for name, times in times_of.items()} == {"a": 6, "b": 6, "c": 6}
     assert rounds == [9 * (i + 1) for i in range(7)]
     orders = []
     for begin in range(0, len(log), 9):
@@ -160,7 +160,7 @@ def test_thread_clock_does_not_count_sleep():
     assert seconds["wall"] >= 0.02 > 5 * seconds["cpu"]
 
 
-def test_a_replay_is_timed_in_place_of_the_calls():
+def test_a_replay_is_timed_instead_of_the_calls():
     """Each variant's sweep over its buffers is captured once, after it was found right, and so is the baseline's second
     one; what cannot be captured is timed as it is and says why."""
     done: list[str] = []
@@ -176,8 +176,8 @@ def test_a_replay_is_timed_in_place_of_the_calls():
         Variant(name=name, call=lambda index, name=name: done.append(f"{name} {index}"), num_buffers=2, check=check)
         for name, check in (("plain", lambda: 0.0), ("stubborn", lambda: 0.0), ("wrong", lambda: 1.0))
     ]
-    found = measure_cell({}, variants, baselines=[], rounds=3, seed=0, timer=WALL, warmup=0, capture=capture)
-    rows = {row["name"]: row for row in found["variants"]}
+    cell = measure_cell({}, variants, baselines=[], rounds=3, seed=0, timer=WALL, warmup=0, capture=capture)
+    rows = {row["name"]: row for row in cell["variants"]}
     assert set(rows) == {"plain", "stubborn"}
     assert rows["plain"]["graph"] is True and "no_graph" not in rows["plain"]
     assert rows["stubborn"]["graph"] is False

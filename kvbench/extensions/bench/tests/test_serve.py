@@ -46,22 +46,22 @@ def test_a_load_is_served_by_every_method(tmp_path):
     assert show.draw(document, tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_transformers_own_serves_the_same_load(tmp_path):
+def test_transformers_serves_the_same_load(tmp_path):
     """Its continuous batching answers every request with as many tokens; its clock is the wall's alone."""
-    asked = COMMON | SMALL | {"methods": ["full"], "arrivals": "all", "peers": True}
-    (cell,) = (document := bench.run(serve.Settings(**asked)))["cells"]
-    full, own = cell["variants"]
-    assert own["name"] == "transformers" and own["oom"] == 0 and own["mean_batch"] is None
-    tokens = [row["tokens_per_s"] * row["median"] for row in (full, own)]
-    assert tokens == pytest.approx([sum(answer for *_, answer in serve.Settings(**asked).load(1.0))] * 2)
-    assert 0 < own["ttft_p50_s"] <= own["ttft_p99_s"] < own["median"] and own["tpot_p50_s"] > 0
+    options = COMMON | SMALL | {"methods": ["full"], "arrivals": "all", "peers": True}
+    (cell,) = (document := bench.run(serve.Settings(**options)))["cells"]
+    full, peer = cell["variants"]
+    assert peer["name"] == "transformers" and peer["oom"] == 0 and peer["mean_batch"] is None
+    tokens = [row["tokens_per_s"] * row["median"] for row in (full, peer)]
+    assert tokens == pytest.approx([sum(answer for *_, answer in serve.Settings(**options).load(1.0))] * 2)
+    assert 0 < peer["ttft_p50_s"] <= peer["ttft_p99_s"] < peer["median"] and peer["tpot_p50_s"] > 0
     assert show.draw(document, tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
-    (cell,) = bench.run(serve.Settings(**asked, clock="cpu"))["cells"]
+    (cell,) = bench.run(serve.Settings(**options, clock="cpu"))["cells"]
     assert [row["name"] for row in cell["variants"]] == ["full"]
     assert "works in a thread of its own" in cell["refused"][0]["reason"]
 
 
-def test_loads_come_as_they_are_asked_for(tmp_path):
+def test_loads_follow_their_settings(tmp_path):
     """At once, apart, in bursts, or as a file says; alike for every method, and as fast as the rate in the mean."""
     settings = serve.Settings(**COMMON, requests=400, burst=4)
     apart = settings.load(8.0)
@@ -74,17 +74,17 @@ def test_loads_come_as_they_are_asked_for(tmp_path):
     assert {at for at, _, _ in serve.Settings(**COMMON, arrivals="all").load(8.0)} == {0.0}
     trace = tmp_path / "trace.csv"
     trace.write_text("5,10,2\n6,20,3\n9,30,4\n")
-    found = serve.Settings(**COMMON, arrivals=str(trace)).load(0.5)
-    assert found == [(0.0, 10, 2), (1.0, 20, 3), (4.0, 30, 4)]
+    load = serve.Settings(**COMMON, arrivals=str(trace)).load(0.5)
+    assert load == [(0.0, 10, 2), (1.0, 20, 3), (4.0, 30, 4)]
     assert len(serve.Settings(**COMMON, arrivals=str(trace), requests=2).load(0.5)) == 2
 
 
 def test_goodput_counts_those_within_both_targets():
     """Of three requests, one waits too long, and one gets its tokens too slowly."""
     run = {"ttft_s": [1.0, 3.0, 1.0], "tpot_s": [0.1, 0.1, 0.4], "tokens": 60, "took_s": 6.0, "oom": 1, "times": None}
-    found = serve.figures([run | {"preemptions": 2, "rows": [1, 3], "pages": [(0.0, 5)]}], 2.0, 0.2)
-    assert (found["goodput_per_s"], found["requests_per_s"], found["tokens_per_s"]) == (1 / 6, 0.5, 10.0)
-    assert (found["ttft_p50_s"], found["mean_batch"], found["oom"], found["preemptions"]) == (1.0, 2.0, 1.0, 2.0)
+    got = serve.figures([run | {"preemptions": 2, "rows": [1, 3], "pages": [(0.0, 5)]}], 2.0, 0.2)
+    assert (got["goodput_per_s"], got["requests_per_s"], got["tokens_per_s"]) == (1 / 6, 0.5, 10.0)
+    assert (got["ttft_p50_s"], got["mean_batch"], got["oom"], got["preemptions"]) == (1.0, 2.0, 1.0, 2.0)
 
 
 @pytest.mark.parametrize(
@@ -118,18 +118,18 @@ def test_buffers_may_take_more_than_half_where_all_of_a_request_fits():
     for, and not as many as fill half of it with buffers."""
     settings = serve.Settings(**COMMON, **(SMALL | {"max_batch": 12}), methods=["kivi bits=2 residual_tokens=32"])
     load = [(0.0, 40, 8)] * 12
-    told = SimpleNamespace(notes=[], stage=lambda _: None, advance=lambda: None)
+    progress = SimpleNamespace(notes=[], stage=lambda _: None, advance=lambda: None)
     model, most = choices.make_model(settings.model, "cpu"), {}
     for kv_mb in (0.12, 0.2):
         settings.kv_mb = kv_mb
-        serving = serve.Serving(settings, told, settings.methods[0], load, [[5] * 40] * 12, Here(model, "cpu"))
+        serving = serve.Serving(settings, progress, settings.methods[0], load, [[5] * 40] * 12, Here(model, "cpu"))
         serving.open()
         row = sum(serving._engine.store.ledger.fixed_row_bytes())
         serving.answer(0)
-        (found,) = serving.runs
-        held = max(held for _, held in found["pages"])
+        (measured,) = serving.runs
+        held = max(held for _, held in measured["pages"])
         most[kv_mb] = serving.most_requests
-        assert (found["oom"], found["preemptions"]) == (0, 0) and held > 0
+        assert (measured["oom"], measured["preemptions"]) == (0, 0) and held > 0
         assert serving.most_requests * row > kv_mb * 1e6 / 2
     assert most[0.2] > most[0.12] > 1
 
@@ -144,10 +144,10 @@ def test_steps_that_can_be_captured_are_replayed(kv_mb: float, lost: int):
     settings = serve.Settings(**COMMON | {"kernels": "triton"}, **SMALL, methods=["full"])
     settings.kv_mb = kv_mb
     model, load = choices.make_model(settings.model, "cpu"), [(0.0, 40, 8)] * 6
-    told = SimpleNamespace(notes=[], stage=lambda _: None, advance=lambda: None)
+    progress = SimpleNamespace(notes=[], stage=lambda _: None, advance=lambda: None)
     machine = Here(model, "wall")
     machine.engine = partial(Engine, model, capture=record)
-    serving = serve.Serving(settings, told, "full", load, [[5] * 40] * 6, machine)
+    serving = serve.Serving(settings, progress, "full", load, [[5] * 40] * 6, machine)
     serving.open()
     counts = serving._engine.steps.counts
     serving.answer(0)

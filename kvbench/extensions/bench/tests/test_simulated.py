@@ -18,7 +18,7 @@ from kvbench.runs import choices
 from kvbench.sizing.shapes import sized
 
 MODEL = {"kind": "random", "preset": "tiny", "num_layers": 1, "dtype": "float32", "device": "cpu", "linear": "streamed"}
-GIVEN = {"kernels": "torch", "device": "cpu", "threads": [1], "requests": 6, "prompts": [40, 90], "answers": [9, 30]}
+OPTIONS = {"kernels": "torch", "device": "cpu", "threads": [1], "requests": 6, "prompts": [40, 90], "answers": [9, 30]}
 
 
 def step_s(rows: int, tokens: int) -> float:
@@ -66,20 +66,20 @@ class Timed:
 
     row_bytes, shape_of = Here.row_bytes, Here.shape_of
 
-    def engine(self, *given, **named) -> Engine:
-        engine = Engine(self._model, *given, **named)
+    def engine(self, *args, **named) -> Engine:
+        engine = Engine(self._model, *args, **named)
         runner = engine.runner
         read, step = runner.read, runner.try_step
 
-        def timed_read(prompt, *given):
-            found = read(prompt, *given)
+        def timed_read(prompt, *args):
+            result = read(prompt, *args)
             self.spent_s += prompt_s(len(prompt))
-            return found
+            return result
 
         def timed_step(rows, tokens):
-            found = step(rows, tokens)
+            result = step(rows, tokens)
             self.spent_s += step_s(len(rows), sum(engine.store.counters.seen[row] for row in rows))
-            return found
+            return result
 
         runner.read, runner.try_step = timed_read, timed_step
         return engine
@@ -91,13 +91,13 @@ SQUEEZED = "kv_compress budget=24 block=8 obs_window=4 continual=pages store.pag
 @pytest.mark.parametrize("method", ["full", "snapkv budget=0.5", "kivi bits=2 residual_tokens=32"])
 def test_the_same_join_and_give_way(model, method):
     """In a memory that is too small for all, every figure of a load is that of a model whose passes take as long."""
-    settings = serve.Settings(**GIVEN, kv_mb=1, max_batch=4)
+    settings = serve.Settings(**OPTIONS, kv_mb=1, max_batch=4)
     settings.kv_mb = 0.06 if "snapkv" in method else 0.12  # of a model of one layer
     load = settings.load(20.0)
-    told = SimpleNamespace(notes=[], stage=lambda _: None, advance=lambda: None)
+    progress = SimpleNamespace(notes=[], stage=lambda _: None, advance=lambda: None)
     runs = []
     for machine in (Timed(model), Simulated(measured(model, [method]), method)):
-        serving = serve.Serving(settings, told, method, load, [[5] * prompt for _, prompt, _ in load], machine)
+        serving = serve.Serving(settings, progress, method, load, [[5] * prompt for _, prompt, _ in load], machine)
         serving.open()
         serving.answer(0)
         runs += serving.runs
@@ -112,13 +112,13 @@ def test_the_same_join_and_give_way(model, method):
 
 def test_pages_that_run_out_are_freed_before_anybody_gives_way(model):
     """A real one and a simulated one count compressions and no preemption, and the document says who shares a pool."""
-    settings, notes = serve.Settings(**GIVEN, kv_mb=1, max_batch=4), []
+    settings, notes = serve.Settings(**OPTIONS, kv_mb=1, max_batch=4), []
     settings.kv_mb = 0.06
     load = settings.load(20.0)
-    told = SimpleNamespace(notes=notes, stage=lambda _: None, advance=lambda: None)
+    progress = SimpleNamespace(notes=notes, stage=lambda _: None, advance=lambda: None)
     for machine in (Timed(model), Simulated(measured(model, [SQUEEZED]), SQUEEZED)):
         texts = [[5] * prompt for _, prompt, _ in load]
-        serving = serve.Serving(settings, told, SQUEEZED, load, texts, machine)
+        serving = serve.Serving(settings, progress, SQUEEZED, load, texts, machine)
         serving.open()
         serving.answer(0)
         (run,) = serving.runs
@@ -129,20 +129,20 @@ def test_pages_that_run_out_are_freed_before_anybody_gives_way(model):
 
 def test_a_method_that_attention_decides_has_the_bytes_that_were_measured(model):
     """A row counts as what was measured: so more of them fit into a memory."""
-    found = measured(model, ["diffkv"])
+    times = measured(model, ["diffkv"])
     load = [(0.0, 400, 4)] * 6
-    settings = serve.Settings(**GIVEN | {"requests": 6}, kv_mb=1, max_batch=6)
+    settings = serve.Settings(**OPTIONS | {"requests": 6}, kv_mb=1, max_batch=6)
     settings.kv_mb = 0.2
-    told = SimpleNamespace(notes=[], stage=lambda _: None, advance=lambda: None)
+    progress = SimpleNamespace(notes=[], stage=lambda _: None, advance=lambda: None)
     most = []
     for share in (1.0, 0.5):
-        machine = Simulated(found, "diffkv")
-        serving = serve.Serving(settings, told, "diffkv", load, [[5] * 400] * 6, machine)
+        machine = Simulated(times, "diffkv")
+        serving = serve.Serving(settings, progress, "diffkv", load, [[5] * 400] * 6, machine)
         serving.open()
         serving.answer(0)
         assert machine.share == pytest.approx(share, abs=0.1)  # tables, which no share is of, are a part of the bytes
         held = serving.runs[0]["times"]["ends"][0][2]
-        found.methods["diffkv"].ends = [(400, 3, 0.5 * held)]
+        times.methods["diffkv"].ends = [(400, 3, 0.5 * held)]
         most.append(max(serving.runs[0]["rows"]))
     assert most[1] > most[0]
 
@@ -163,27 +163,27 @@ def test_times_are_looked_up_on_the_lines_that_were_measured():
 def test_a_load_is_kept_as_means():
     """Of steps with as many rows, those that hold less and more apart; of prompts in order of length."""
     steps = [(2, 10, 1.0), (1, 5, 0.5), (2, 30, 2.0), (2, 20, 1.5)]
-    found = summary(steps, [(length, length / 10) for length in range(16, 0, -1)], [(7, 3, 99)])
-    assert found["steps"] == [[1, 5, 0.5, 1], [2, 15, 1.25, 2], [2, 30, 2.0, 1]]
-    assert len(found["prompts"]) == 8 and found["prompts"][0] == [1.5, pytest.approx(0.15), 2]
-    assert found["ends"] == [[7, 3, 99]] and summary([], [], [])["steps"] == []
+    means = summary(steps, [(length, length / 10) for length in range(16, 0, -1)], [(7, 3, 99)])
+    assert means["steps"] == [[1, 5, 0.5, 1], [2, 15, 1.25, 2], [2, 30, 2.0, 1]]
+    assert len(means["prompts"]) == 8 and means["prompts"][0] == [1.5, pytest.approx(0.15), 2]
+    assert means["ends"] == [[7, 3, 99]] and summary([], [], [])["steps"] == []
 
 
-def test_a_document_is_simulated_and_shown_beside_what_was_measured(tmp_path):
+def test_a_document_is_simulated_and_shown_with_the_measured_one(tmp_path):
     """bench.json of serve in, the same table out, without a model."""
-    asked = GIVEN | {"model": "random preset=tiny num_layers=1 dtype=float32", "peers": False, "rates": [50.0]}
-    asked |= {"methods": ["full"], "kv_mb": 1, "requests": 3}
+    options = OPTIONS | {"model": "random preset=tiny num_layers=1 dtype=float32", "peers": False, "rates": [50.0]}
+    options |= {"methods": ["full"], "kv_mb": 1, "requests": 3}
     path = tmp_path / "bench.json"
-    bench.write(document := bench.run(serve.Settings(**asked)), path)
+    bench.write(document := bench.run(serve.Settings(**options)), path)
     there = document["cells"][0]["variants"][0]
-    settings = serve.Settings(**asked | {"methods": ["full", "kivi bits=2"], "times": [str(path)]})
-    found = bench.run(settings)
-    (cell,) = found["cells"]
+    settings = serve.Settings(**options | {"methods": ["full", "kivi bits=2"], "times": [str(path)]})
+    simulated_document = bench.run(settings)
+    (cell,) = simulated_document["cells"]
     (row,) = cell["variants"]
     assert row["measured"]["tokens_per_s"] == there["tokens_per_s"] and row["tokens_per_s"] > 0
     assert "kivi bits=2" in cell["refused"][0]["reason"] and len(row["times"]["ends"]) == 3
     text = io.StringIO()
-    Console(width=240, file=text).print(show.render(found))
+    Console(width=240, file=text).print(show.render(simulated_document))
     assert "x measured" in text.getvalue() and "simulated with times of" in text.getvalue()
     held = json.loads(path.read_text())
     del held["model"]["shape"]
@@ -208,9 +208,9 @@ def test_a_document_of_decode_has_times_too(tmp_path):
     document |= {"environment": {"device_name": "H200"}, "cells": cells, "model": model | {"shape": shape}}
     paths = [tmp_path / "a.json", tmp_path / "b.json"]
     paths[0].write_text(json.dumps(document))
-    found = read_times(paths[:1])
-    assert found.shape.store_shape.num_kv_heads == 8 and found.device_name == "H200"
-    times = found.times("full")
+    loaded = read_times(paths[:1])
+    assert loaded.shape.store_shape.num_kv_heads == 8 and loaded.device_name == "H200"
+    times = loaded.times("full")
     assert times.step_s(4, 2048) == pytest.approx(0.1) and times.prompt_s(512) == pytest.approx(0.25)
     assert set(times.ends) == {(512, 0, 1000.0)}
     document["environment"]["device_name"] = "A100"
@@ -218,7 +218,7 @@ def test_a_document_of_decode_has_times_too(tmp_path):
     with pytest.raises(ValueError, match=r"a.json and .*b.json are of several models or machines"):
         read_times(paths)
     with pytest.raises(ValueError, match="method in serve.times"):
-        found.times("kivi")
+        loaded.times("kivi")
 
 
 def test_requests_that_fill_no_page_are_simulated(model):

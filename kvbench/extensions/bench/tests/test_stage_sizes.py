@@ -1,4 +1,4 @@
-"""What the stages of a GPU's evidence hold at their worst moment, counted on tensors without data."""
+"""Peak memory of the stages of a GPU's evidence, counted on tensors without data."""
 
 import importlib
 import weakref
@@ -52,12 +52,12 @@ class Card(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        asked = args[0] if args and isinstance(args[0], torch.Tensor) and args[0].device == META else None
-        if asked is not None:
+        tensor = args[0] if args and isinstance(args[0], torch.Tensor) and args[0].device == META else None
+        if tensor is not None:
             if function is aten._local_scalar_dense.default:
-                return self.ANSWERS.get(asked.dtype, 1)
+                return self.ANSWERS.get(tensor.dtype, 1)
             if function is aten._to_copy.default and kwargs.get("device") == torch.device("cpu"):
-                return torch.zeros(asked.shape, dtype=kwargs.get("dtype") or asked.dtype)
+                return torch.zeros(tensor.shape, dtype=kwargs.get("dtype") or tensor.dtype)
         return self.counted(function(*args, **kwargs))
 
     def counted(self, made):
@@ -133,9 +133,9 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
     one_step = decoders.StoreDecoder.step
 
     def step(self, tokens):  # those behind the first one as that
-        if not hasattr(self, "found"):
-            self.found = one_step(self, tokens)
-        return self.found
+        if not hasattr(self, "step_result"):
+            self.step_result = one_step(self, tokens)
+        return self.step_result
 
     def row_bytes(self):  # what a full cache has; a method with less has more rows in as many bytes
         return torch.full((len(self.rows),), self.runner.shape.fp16_bytes(len(self._first)))
@@ -143,22 +143,24 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
     for done in (prefill, step, row_bytes):
         monkeypatch.setattr(decoders.StoreDecoder, done.__name__, done)
     everything = torch.fx.experimental._config.patch(meta_nonzero_assume_all_nonzero=True)
-    with everything, without_data(), parts.recording(lambda *_: None), Card() as found:
+    with everything, without_data(), parts.recording(lambda *_: None), Card() as live_card:
 
         def make_model(text: str, device: str) -> LoadedModel:
             model = bare_model(text)
-            found.peak_bytes = found.live_bytes  # the model is made beside an outline, which takes none of a card
+            live_card.peak_bytes = (
+                live_card.live_bytes
+            )  # the model is made beside an outline, which takes none of a card
             return model
 
         monkeypatch.setattr(choices, "make_model", make_model)
-        yield found
+        yield live_card
 
 
 def cells_of(stage) -> list[tuple]:
     """The name, the settings and the cell of everything that a stage's bench measures; none where it is no bench."""
     _, _, module, *words = words_of(stage, Path("results"), dry=False)
-    found = importlib.import_module(module)
-    settings = read_words(found.Settings, words) if hasattr(found, "Settings") else None
+    loaded = importlib.import_module(module)
+    settings = read_words(loaded.Settings, words) if hasattr(loaded, "Settings") else None
     return [(stage.name, settings, cell) for cell in settings.cells([0])] if settings else []
 
 

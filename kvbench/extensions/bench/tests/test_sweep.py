@@ -60,8 +60,8 @@ def test_sizes_reach_the_launch(monkeypatch):
             variant.call(0)
     assert built.calls == 2
     attended = [constants for name, constants in seen if name == "_attend"]
-    found = [(each["A_BT"], each["num_warps"], each["num_stages"]) for each in attended]
-    assert found[1:5] == [(16, 1, 3), (16, 2, 3), (32, 1, 3), (32, 2, 3)] and len(found) == len(made) == 6
+    launches = [(each["A_BT"], each["num_warps"], each["num_stages"]) for each in attended]
+    assert launches[1:5] == [(16, 1, 3), (16, 2, 3), (32, 1, 3), (32, 2, 3)] and len(launches) == len(made) == 6
     assert attended[0]["A_T"] != attended[5]["A_T"] == 128
     with tuned(Tuning(block_slots=16)):
         assert tuning().block_slots == 16
@@ -104,7 +104,7 @@ def test_all_are_compiled_before_one_is_timed(monkeypatch):
 
     real = bench.measure_cell
     monkeypatch.setattr(subprocess, "Popen", Process)
-    monkeypatch.setattr(bench, "measure_cell", lambda *given, **how: begun.append("timed") or real(*given, **how))
+    monkeypatch.setattr(bench, "measure_cell", lambda *args, **how: begun.append("timed") or real(*args, **how))
     words = ["formats=[K4V4]", "decodes=[triton]", "block_slots=[16]", "warps=[1]", "page_slots=[0]", "jobs=3"]
     document = bench.run(bench.read_words(sweep.Settings, [*WORDS, *words]))
     assert begun[3:] == ["timed"] and [command[-1] for command in begun[:3]] == [f"share={n}/3" for n in range(3)]

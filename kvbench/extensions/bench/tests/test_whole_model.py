@@ -9,7 +9,7 @@ from rich.console import Console
 from kvbench.engine import hf
 from kvbench.engine.prompt_cache import PromptCache
 from kvbench.extensions.bench import chunks, decode, show, throughput
-from kvbench.extensions.bench.decoders import OwnDecoder, StaticDecoder, StoreDecoder, peak_bytes
+from kvbench.extensions.bench.decoders import PeerDecoder, StaticDecoder, StoreDecoder, peak_bytes
 from kvbench.kernels.backend import Backend
 from kvbench.kernels.bench import bench, machine
 from kvbench.models import matrices
@@ -73,11 +73,11 @@ def small_probes(monkeypatch):
     any(matrices.why_not(way, torch.float32, torch.device("cpu")) for way in ("packed", "streamed")),
     reason="matrices cannot be packed here, or there is no compiler",
 )
-def test_packed_and_plain_rows_stand_beside_streamed_ones():
+def test_packed_and_plain_rows_are_shown_with_streamed_ones():
     """Every row comes three times in the same rounds, transformers' own too, each by a model of its own kind, and speed
     is told relative to all of transformers'."""
-    asked = {"methods": ["full"], "batches": [1], "prefill_rounds": 1, "linear": ["plain", "packed", "streamed"]}
-    settings = decode.Settings(**COMMON, **asked, peak=False, quantised=False)
+    options = {"methods": ["full"], "batches": [1], "prefill_rounds": 1, "linear": ["plain", "packed", "streamed"]}
+    settings = decode.Settings(**COMMON, **options, peak=False, quantised=False)
     settings.check()
     document = bench.run(settings)
     names = [f"{name}{mark}" for mark in ("", ", plain", ", packed") for name in ("transformers", "full")]
@@ -91,7 +91,7 @@ def test_packed_and_plain_rows_stand_beside_streamed_ones():
     kinds = {mark: type(model.model.model.layers[0].mlp.up_proj) for mark, model in models.items()}
     assert kinds == {"": matrices.StreamedLinear, ", packed": matrices.PackedLinear, ", plain": torch.nn.Linear}
     variants = decode.decode_variants(settings, models[", packed"], 1, ", packed")
-    assert [each.before_round.__self__.__class__ for each in variants] == [OwnDecoder, StoreDecoder]
+    assert [each.before_round.__self__.__class__ for each in variants] == [PeerDecoder, StoreDecoder]
     assert variants[0].before_round.__self__.loaded is models[", packed"]
     text = io.StringIO()
     Console(width=200, file=text).print(show.render(document))
@@ -101,16 +101,16 @@ def test_packed_and_plain_rows_stand_beside_streamed_ones():
 
 def test_packed_rows_that_cannot_be_had_are_a_note(monkeypatch):
     """The other rows are measured, and the reason is told."""
-    monkeypatch.setattr(matrices, "why_not", lambda *given: "of the weather")
+    monkeypatch.setattr(matrices, "why_not", lambda *args: "of the weather")
     settings, notes = decode.Settings(**COMMON, linear=["packed"]), []
     assert list(decode.make_models(settings, "cpu", notes)) == [""]
     assert notes == ["no packed rows: model.linear=packed was not done, because of the weather"]
-    asked = decode.Settings(**COMMON | {"model": f"{MODEL} linear=packed"})
-    assert decode.make_models(asked, "cpu", notes)[""].linear == "plain"
+    packed = decode.Settings(**COMMON | {"model": f"{MODEL} linear=packed"})
+    assert decode.make_models(packed, "cpu", notes)[""].linear == "plain"
     assert notes[1] == "model.linear=packed was not done, because of the weather"
 
 
-def test_a_row_may_have_a_layout_of_its_own():
+def test_a_row_may_have_another_layout():
     """`store.` words go to the store, the others to the method; wrong ones are refused before anything runs."""
     policy, options = choices.make_cache("int4 tier=k4v2 store.rotation=hadamard store.track=[pos]")
     assert [tier.name for tier in policy.tiers] == [tier.name for tier in choices.make_method("int4 tier=k4v2").tiers]
@@ -128,9 +128,9 @@ def test_all_decoders_give_the_same_logits(model, monkeypatch):
     text = choices.sample_tokens(model, 2, 40)
     prompts, answers = [tokens[:32] for tokens in text], [tokens[32:] for tokens in text]
     steps = [[line[index] for line in answers] for index in range(4)]
-    own = OwnDecoder(model)
-    own.prefill(prompts)
-    expected = [own.step(tokens) for tokens in steps]
+    peer = PeerDecoder(model)
+    peer.prefill(prompts)
+    expected = [peer.step(tokens) for tokens in steps]
     store = StoreDecoder(model, "full tier=native", rows=2, context=32, new_tokens=8, kernels="torch")
     eager, static = StaticDecoder(model, 40), StaticDecoder(model, 40)
     for decoder in (store, eager, static):
@@ -139,15 +139,15 @@ def test_all_decoders_give_the_same_logits(model, monkeypatch):
             for _ in range(3):
                 static._go()
             hf.rewind(static.cache, 32)
-        assert torch.allclose(decoder.logits, own.logits, atol=1e-4)
+        assert torch.allclose(decoder.logits, peer.logits, atol=1e-4)
         for tokens, logits in zip(steps, expected, strict=True):
             assert torch.allclose(decoder.step(tokens), logits, atol=1e-4)
-    assert static.cache_bytes() > own.cache_bytes() * 40 / 36 * 0.99
+    assert static.cache_bytes() > peer.cache_bytes() * 40 / 36 * 0.99
     settings = decode.Settings(**COMMON, methods=["full"], quantised=False)
     variant = decode.static_variant(settings, model, prompts, answers)
     variant.call(0)
     assert variant.name == decode.STATIC and variant.extra["tokens_per_call"] == 2
-    monkeypatch.setattr(hf, "native_cache", lambda *given: (_ for _ in ()).throw(ImportError("no such cache")))
+    monkeypatch.setattr(hf, "native_cache", lambda *args: (_ for _ in ()).throw(ImportError("no such cache")))
     with pytest.raises(ImportError, match="no such cache"):
         decode.static_variant(settings, model, prompts, answers).check()
 
@@ -161,8 +161,8 @@ def test_a_decode_kernel_that_is_wrong_is_refused(model, monkeypatch):
             return out * 1.5, lse, scores
 
     settings = decode.Settings(**COMMON, methods=["full"], batches=[1], quantised=False)
-    (own, full) = decode.decode_variants(settings, model, 1)
-    assert own.name == "transformers" and own.check is None
+    (peer, full) = decode.decode_variants(settings, model, 1)
+    assert peer.name == "transformers" and peer.check is None
     assert full.check() <= 1e-6
     decoder = full.before_round.__self__
     store = decoder.runner.store
@@ -205,7 +205,7 @@ def test_timed_prompts_are_read_every_time(model):
 
 
 def test_a_prompt_is_read_once_for_all_methods(model, monkeypatch):
-    """Where its reading is not timed: each further method takes what was kept, and its cache is its own."""
+    """Untimed prefill: each further method reuses the kept prompt, with a cache of its own."""
     caches = []
 
     class Kept(PromptCache):
@@ -216,12 +216,12 @@ def test_a_prompt_is_read_once_for_all_methods(model, monkeypatch):
     for module in (decode, throughput):
         monkeypatch.setattr(module, "PromptCache", Kept)
     methods = ["full", "snapkv budget=0.5 window=8", "h2o budget=0.25"]
-    found = decode.decode_variants(decode.Settings(**COMMON, methods=methods, quantised=False), model, 2)
-    assert (caches[0].num_read, caches[0].num_reused) == (2, 4) and len({v.extra["cache_bytes"] for v in found}) == 4
+    variants = decode.decode_variants(decode.Settings(**COMMON, methods=methods, quantised=False), model, 2)
+    assert (caches[0].num_read, caches[0].num_reused) == (2, 4) and len({v.extra["cache_bytes"] for v in variants}) == 4
     settings = throughput.Settings(**COMMON, methods=methods, kv_mb=1, new_tokens=6)
     text, prompts = choices.sample_tokens(model, 2, 96 + 6), Kept(1 << 30, keeps_queries=True)
-    found = [v for name in methods for v in throughput.store_variants(name, settings, model, text, [], prompts)]
-    batches = [variant.extra["batch"] for variant in found]
+    variants = [v for name in methods for v in throughput.store_variants(name, settings, model, text, [], prompts)]
+    batches = [variant.extra["batch"] for variant in variants]
     assert prompts.num_read == 2 and batches == sorted(batches)
 
 
@@ -298,8 +298,8 @@ def test_prompts_longer_than_the_model_are_refused(model):
 def test_bytes_of_a_prompt_are_measured():
     """The form in chunks has the smaller peaks and the same bytes in the end; a bench of decode steps measures a
     prompt's peak, in a process of its own."""
-    found = chunks.main({"method": "snapkv budget=0.25", "context": 1024, "chunk": 128})
-    whole, chunked = found["at_once"], found["in_chunks"]
+    measured = chunks.main({"method": "snapkv budget=0.25", "context": 1024, "chunk": 128})
+    whole, chunked = measured["at_once"], measured["in_chunks"]
     assert chunked["alive_bytes"] < whole["alive_bytes"] and chunked["peak_bytes"] < whole["peak_bytes"]
     assert chunked["resident_bytes"] == whole["resident_bytes"]
     order = {"model": "random preset=tiny", "device": "cpu", "context": 256, "name": "snapkv budget=0.25"}

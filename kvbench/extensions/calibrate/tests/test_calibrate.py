@@ -97,8 +97,8 @@ def test_stopped_calibration_goes_on(tmp_path, stop_after, undrawn):
     with pytest.raises(KeyboardInterrupt):
         main(make_cfg(tmp_path / "parts"), first.parts())
     assert main(make_cfg(tmp_path / "parts"), second.parts()) == 0
-    again = len(first.answered) + len(second.answered) - len(whole.answered)
-    assert 0 <= again < 4
+    repeated = len(first.answered) + len(second.answered) - len(whole.answered)
+    assert 0 <= repeated < 4
 
     def numbers(folder):
         content = content_of(folder, "json")
@@ -129,19 +129,19 @@ def test_signal_ends_it_as_it_ends_a_run(tmp_path, undrawn, monkeypatch, capsys)
         for number, handler in before.items():
             signal.signal(number, handler)
     said = capsys.readouterr().err
-    again = "every finished sample is kept. To go on: python -m kvbench calibrate method=graded"
-    assert said.endswith(f"\nstopped by SIGTERM; {again}\n") and "Traceback" not in said
+    hint = "every finished sample is kept. To go on: python -m kvbench calibrate method=graded"
+    assert said.endswith(f"\nstopped by SIGTERM; {hint}\n") and "Traceback" not in said
     done = len(bench.answered)
     assert 8 <= done < 12 and f"graded: alpha_h: {done}/" in said, "the progress was not closed"
-    again = Bench(gentle, smaller)
-    assert main(make_cfg(tmp_path), again.parts()) == 0
-    assert not set(again.answered) & set(bench.answered)
+    second = Bench(gentle, smaller)
+    assert main(make_cfg(tmp_path), second.parts()) == 0
+    assert not set(second.answered) & set(bench.answered)
 
 
 def test_points_are_taken_as_they_are(tmp_path, capsys, undrawn):
     """Another margin measures nothing, since points belong to no single calibration; a torn last line costs its sample;
     with resume=false everything is measured again, and each point only once, though two stages share one."""
-    first, margin, torn, again = (Bench(gentle, smaller) for _ in range(4))
+    first, margin, torn, anew = (Bench(gentle, smaller) for _ in range(4))
     assert main(make_cfg(tmp_path), first.parts()) == 0
     main(make_cfg(tmp_path, calibrate__margin__nll=0.04), margin.parts())
     assert margin.answered == [] and len(list(tmp_path.rglob("calibration.yaml"))) == 2
@@ -149,11 +149,11 @@ def test_points_are_taken_as_they_are(tmp_path, capsys, undrawn):
     path.write_bytes(path.read_bytes()[:-9])
     assert main(make_cfg(tmp_path), torn.parts()) == 0
     assert 1 <= len(torn.answered) <= 4 and "torn line" in capsys.readouterr().err
-    main(make_cfg(tmp_path, resume=False), again.parts())
-    assert again.answered == first.answered and len(set(first.answered)) == len(first.answered)
+    main(make_cfg(tmp_path, resume=False), anew.parts())
+    assert anew.answered == first.answered and len(set(first.answered)) == len(first.answered)
 
 
-def test_picture_is_the_same_again(tmp_path):
+def test_picture_is_reproducible(tmp_path):
     """The same measurements give the same bytes, PNG and SVG."""
     for name in ("one", "two"):
         cfg = make_cfg(tmp_path / name, calibrate__parameters=["alpha_h"], calibrate__grid__alpha_h=[0, 1])

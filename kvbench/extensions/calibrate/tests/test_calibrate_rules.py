@@ -84,8 +84,8 @@ def measured(resident, value, high, failed=0):
     """A grid point as `choose` sees it."""
     losses = {"nll": Estimate(value=value, num_samples=9, low=0.0, high=high)}
     empty = dict.fromkeys(item.name for item in fields(Measured))
-    asked = {"losses": losses, "resident_bytes": resident, "num_failed": failed}
-    return Measured(**empty | asked | {"within": not failed and high is not None and high <= RULE.margin})
+    stated = {"losses": losses, "resident_bytes": resident, "num_failed": failed}
+    return Measured(**empty | stated | {"within": not failed and high is not None and high <= RULE.margin})
 
 
 @pytest.mark.parametrize(
@@ -157,23 +157,23 @@ def test_losses_against_a_plain_oracle(tmp_path):
     lost = [float(i % 5 != 0) for _, i, _ in values]
     point, full = point_with(values, lost, task), point_with(plain, [1.0] * len(plain), task)
     rule = Rule(**(vars(RULE) | {"resamples": 9999}))
-    found = evaluate(point, full, rule)
-    assert found.losses["nll"].value == pytest.approx(np.mean([e.mean() for e in extra]))
-    assert found.losses["kl"].value == pytest.approx(np.mean([e.mean() for e in extra]) / 10)
+    measurement = evaluate(point, full, rule)
+    assert measurement.losses["nll"].value == pytest.approx(np.mean([e.mean() for e in extra]))
+    assert measurement.losses["kl"].value == pytest.approx(np.mean([e.mean() for e in extra]) / 10)
     oracle = stats.bootstrap(
         tuple(extra), lambda a, b, axis: (a.mean(axis=axis) + b.mean(axis=axis)) / 2, method="percentile", rng=1
     ).confidence_interval
     width = oracle.high - oracle.low
-    assert found.losses["nll"].low == pytest.approx(oracle.low, abs=0.1 * width)
-    assert found.losses["nll"].high == pytest.approx(oracle.high, abs=0.1 * width)
-    assert found.losses["score"].value == pytest.approx(0.2) and found.losses["score"].low > 0.1
-    assert found.score == pytest.approx(0.8)
+    assert measurement.losses["nll"].low == pytest.approx(oracle.low, abs=0.1 * width)
+    assert measurement.losses["nll"].high == pytest.approx(oracle.high, abs=0.1 * width)
+    assert measurement.losses["score"].value == pytest.approx(0.2) and measurement.losses["score"].low > 0.1
+    assert measurement.score == pytest.approx(0.8)
     task.metrics["score"] = type(task.metrics["score"])(False, "errors: fewer are better")
     assert loss(point, full, "score", rule).value == pytest.approx(-0.2)
     resident = np.mean([400.0 + i for _, i, _ in values])
-    assert found.resident_bytes == pytest.approx(resident)
-    assert found.bytes_ratio.value == pytest.approx(resident / 1000)
-    assert found.bytes_ratio.low < found.bytes_ratio.value < found.bytes_ratio.high
+    assert measurement.resident_bytes == pytest.approx(resident)
+    assert measurement.bytes_ratio.value == pytest.approx(resident / 1000)
+    assert measurement.bytes_ratio.low < measurement.bytes_ratio.value < measurement.bytes_ratio.high
     same = loss(full, full, "nll", rule)
     assert (same.value, same.low, same.high) == (0.0, 0.0, 0.0)
 
@@ -268,8 +268,8 @@ def test_looks_are_counted(tmp_path, capsys, undrawn):
         main(make_cfg(tmp_path, calibrate__margin__nll=margin), bench.parts())
     shown = capsys.readouterr().out
     files = list(tmp_path.rglob("calibration.json"))
-    found = sorted(json.loads(path.read_text())["looks"] for path in files)
-    assert found == [1, 2] and "have judged 2 calibrations" in shown
+    looks = sorted(json.loads(path.read_text())["looks"] for path in files)
+    assert looks == [1, 2] and "have judged 2 calibrations" in shown
     assert "If every setting truly lost the margin" in " ".join(shown.split())
     folder = files[0].parent.parent
     assert _earlier_looks(folder, "none", json.loads(files[0].read_text())["sets"]["held_out"]["fingerprint"]) == 2
@@ -383,14 +383,17 @@ def test_the_problems_are_named_as_what_they_are():
     task = Bench(gentle, smaller).load_task(None, None, limit=4, seed=0, protocol=None)
     task.name, whole = "math", {"file": "math/algebra_train.jsonl", "rows": 1744, "of": 1744}
     task.protocol, task.sources = {"problems": "train"}, [whole]
-    found = describe_data(task, None, PAPERS)
-    assert found["remarks"] == [] and "algebra_train.jsonl (1744 rows)" in found["said"]
+    description = describe_data(task, None, PAPERS)
+    assert description["remarks"] == [] and "algebra_train.jsonl (1744 rows)" in description["said"]
     task.sources = [whole | {"rows": 4}]
     (remark,) = describe_data(task, None, PAPERS)["remarks"]
     assert "has 4 rows and the benchmark's 1744" in remark and remark in describe_data(task, None, PAPERS)["said"]
     task.name, task.protocol, task.sources = "math500", {"levels": [1, 2]}, []
-    found = describe_data(task, "after:100", PAPERS)
-    assert found["settings"] == {"levels": [1, 2], "limit": "after:100"} and "training problems" in found["remarks"][0]
+    description = describe_data(task, "after:100", PAPERS)
+    assert (
+        description["settings"] == {"levels": [1, 2], "limit": "after:100"}
+        and "training problems" in description["remarks"][0]
+    )
     assert describe_data(task, "after:100", RULE)["remarks"] == []
 
 

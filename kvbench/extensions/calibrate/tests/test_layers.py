@@ -74,21 +74,21 @@ def start(folder, bench, **changes):
 
 @pytest.mark.every(2)
 @pytest.mark.parametrize("around", ["gentle", "harsh"])
-def test_the_cheapest_table_within_the_margin_is_found_and_proven(tmp_path, capsys, around):
+def test_the_cheapest_table_within_the_margin_is_chosen_and_proven(tmp_path, capsys, around):
     """Each layer alone at each precision, then the way by least loss per byte: all to int8 first, then layer 1 to int4;
     layer 2 would lose too much. The file has the table, in a form that the setting reads."""
     bench = Bench(lost, held)
     assert start(tmp_path, bench, calibrate__layers__around=around, calibrate__layers__points=99) == 0
-    found = content_of(tmp_path, "yaml")
-    assert found["settings"] == {"tiers_by_layer": "int8 int4 2*int8"} and found["confirmed"] is True
-    assert found["replaces"] == {"tiers_by_layer": None}
-    costs = found["layers"]["loss"]
+    content = content_of(tmp_path, "yaml")
+    assert content["settings"] == {"tiers_by_layer": "int8 int4 2*int8"} and content["confirmed"] is True
+    assert content["replaces"] == {"tiers_by_layer": None}
+    costs = content["layers"]["loss"]
     base = {"gentle": 0.0, "harsh": 1.0}[around]
     factors = {"fp16": 0.0, "int8": 0.05, "int4": 1.0}
     assert set(costs) == set(factors) - {"fp16" if around == "gentle" else "int4"}
     for tier, row in costs.items():
         assert row == pytest.approx([w * (factors[tier] - base) for w in WEIGHTS], abs=1e-9)
-    (stage,) = found["tuning"]
+    (stage,) = content["tuning"]
     way = "4*fp16, fp16 int8 2*fp16, fp16 2*int8 fp16, fp16 3*int8, 4*int8, int8 int4 2*int8, int8 2*int4 int8, "
     way += "int8 3*int4, 4*int4"
     assert [point["tiers_by_layer"] for point in stage["grid"]] == way.split(", ")
@@ -99,7 +99,7 @@ def test_the_cheapest_table_within_the_margin_is_found_and_proven(tmp_path, caps
     assert "of one layer alone" in out and "(3 int8, 1 int4): confirmed" in out
 
 
-def test_what_was_measured_is_not_measured_again(tmp_path, capsys):
+def test_what_was_measured_is_not_measured_twice(tmp_path, capsys):
     """Stopped in the middle of a layer, it goes on there, with the batch that was under way; given again, it measures
     nothing."""
     bench = Bench(lost, held, stop_after=50)
@@ -162,7 +162,7 @@ def test_the_way_takes_the_least_loss_per_byte():
 
 def test_tables_are_spaced_evenly_and_shown_by_their_counts():
     """Both ends are among them, and there are never more than there are; a long one is no column of a table."""
-    for tables, count, found in (("abcdefg", 3, "adg"), ("a", 8, "a"), ("ab", 9, "ab")):
-        assert spaced(tables, count) == list(found)
+    for tables, count, expected in (("abcdefg", 3, "adg"), ("a", 8, "a"), ("ab", 9, "ab")):
+        assert spaced(tables, count) == list(expected)
     assert value_text("2*fp16 26*int4 2*fp16") == "(4 fp16, 26 int4)" and value_text(0.25) == "0.25"
     assert value_text("8MiB") == "8MiB" and value_text(None) == "None" and value_text("30*int4") == "30*int4"

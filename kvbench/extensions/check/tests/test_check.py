@@ -29,7 +29,7 @@ class Kept(Policy):
 
 @pytest.mark.long  # a process with torch
 @pytest.mark.parametrize(("share", "code"), [("self.share", 0), ("0.5", 1)])
-def test_a_method_of_ones_own_is_held_to_the_tests(tmp_path, capfd, share, code):
+def test_a_users_method_is_held_to_the_tests(tmp_path, capfd, share, code):
     """A sound one passes; one that drops tokens at the settings that it calls lossless does not."""
     path = tmp_path / "kept_part.py"
     path.write_text(METHOD.replace("int(self.share", f"int({share}"))

@@ -1,4 +1,4 @@
-"""A suite's work in items: whoever does them, and whoever dies, the runs are those of one process."""
+"""A suite's work in items: for any workers, also some that die, the runs are those of one process."""
 
 import fcntl
 import json
@@ -38,15 +38,15 @@ KEPT = ("hash", "status", "message", "metrics", "fidelity", "ledger", "kept", "c
 
 
 def left(results: Path) -> dict[str, object]:
-    """What runs left, without times: the files of each, by its folder."""
-    found: dict[str, object] = {}
+    """Files of each run without times, by its folder."""
+    content: dict[str, object] = {}
     for path in sorted(results.glob("*/*/*/*/run.json")):
         rows = [json.loads(line) for line in (path.parent / "samples.jsonl").read_text().splitlines()]
         rows = [{key: value for key, value in row.items() if key not in ("timing", "seal")} for row in rows]
         record = json.loads(path.read_text())
         config = (path.parent / "config.yaml").read_text().replace(str(results.name), "")
-        found[path.parent.relative_to(results).as_posix()] = rows, config, {key: record[key] for key in KEPT}
-    return found
+        content[path.parent.relative_to(results).as_posix()] = rows, config, {key: record[key] for key in KEPT}
+    return content
 
 
 @pytest.fixture
@@ -150,25 +150,25 @@ class Workers:
     """A crew in this process. `dies` names items, and how many workers die of each; one more dies before it has any."""
 
     def __init__(self, dies: dict[int, int], early: int = 0) -> None:
-        self.dies, self.early, self.told, self.hired = Counter(dies), early, [], 0
+        self.dies, self.early, self.reports, self.hired = Counter(dies), early, [], 0
         self.log: list[tuple[int, int]] = []
 
     def hire(self):
         """A worker, which dies at once as long as `early` says."""
         self.hired += 1
         self.early -= 1
-        self.told.append((self.hired, None if self.early >= 0 else Report(host="here", process=self.hired)))
+        self.reports.append((self.hired, None if self.early >= 0 else Report(host="here", process=self.hired)))
 
     def give(self, member, item, log):
         """Does an item, or dies."""
         self.log.append((member, item.first))
         self.dies[item.first] -= 1
         lives = Report(host="here", process=member, answers=3, work_s=0.5)
-        self.told.append((member, None if self.dies[item.first] >= 0 else lives))
+        self.reports.append((member, None if self.dies[item.first] >= 0 else lives))
 
     def next(self, timeout_s):
         """The oldest report; nothing now and then."""
-        return self.told.pop(0) if self.told and random.random() < 0.8 else None
+        return self.reports.pop(0) if self.reports and random.random() < 0.8 else None
 
 
 def share(tmp_path, crew, size=2, count=6):
@@ -191,7 +191,7 @@ def test_items_of_workers_that_die_go_to_others(tmp_path, capsys):
     assert "died at 1/t/00000000/1-1, it goes to another" in capsys.readouterr().err
 
 
-def test_an_item_that_kills_every_worker_is_given_up(tmp_path, capsys):
+def test_an_item_that_kills_every_worker_is_dropped(tmp_path, capsys):
     """The others are done; a crew that never gets ready is told."""
     is_done, sweep = share(tmp_path, Workers({2: 9}))
     assert not is_done and list(sweep.states().values()) == ["done"] * 2 + ["failed"] + ["done"] * 3
@@ -224,23 +224,23 @@ class Forked:
         other.close()
         real, left = FakeEngine.answer, [3 if killed else -1]
 
-        def answer(*given):
+        def answer(*args):
             left[0] -= 1
             if not left[0]:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return real(*given)
+            return real(*args)
 
         FakeEngine.answer = answer
-        hand = Hand(self.jobs, Path.cwd(), files.own_folders())
+        hand = Hand(self.jobs, Path.cwd(), files.config_dirs())
         while True:
-            name, *given = calls.recv()
-            calls.send(getattr(hand, name)(*given))
+            name, *args = calls.recv()
+            calls.send(getattr(hand, name)(*args))
 
     def items(self, member, prompts):
         """All items, behind the report that it is ready."""
         calls = self.members[member][0]
         calls.send(("items", prompts))
-        self.told = [(member, calls.recv())]
+        self.reports = [(member, calls.recv())]
         return calls.recv()
 
     def give(self, member, item, log):
@@ -249,8 +249,8 @@ class Forked:
 
     def next(self, timeout_s):
         """The first that has something to say, or is dead."""
-        if self.told:
-            return self.told.pop()
+        if self.reports:
+            return self.reports.pop()
         for member, (calls, _) in list(self.members.items()):
             if calls in multiprocessing.connection.wait([one for one, _ in self.members.values()], timeout_s):
                 try:
@@ -285,8 +285,8 @@ def test_workers_that_are_killed_leave_what_one_process_leaves(quick, capsys, mo
     assert said.count("it goes to another") == 2 and "5/5 items" in said and crews[0].hired == 3
     assert "18 answers, " not in said, "nothing is timed before the join"
     assert left(Path("shared")) == left(Path("whole"))
-    items, joined = sweeps(Path("shared"))
-    assert set(items.states().values()) == set(joined.states().values()) == {"done"}
+    items, whole = sweeps(Path("shared"))
+    assert set(items.states().values()) == set(whole.states().values()) == {"done"}
     assert sum(job.num_done for job in items.jobs().values()) == 16, (
         "the first had written two; the second gave them anew"
     )
@@ -294,7 +294,7 @@ def test_workers_that_are_killed_leave_what_one_process_leaves(quick, capsys, mo
     with pytest.raises(
         ValueError, match="this machine would make other runs of fake than the workers on Ray did: it has"
     ):
-        check_same([Item(1, "fake", "00000000", 0, 8)], SimpleNamespace(waiting=[job], loaders=make_parts()))
+        check_same([Item(1, "fake", "00000000", 0, 8)], SimpleNamespace(pending=[job], loaders=make_parts()))
 
 
 PAIR = """# Two tasks of a random model.
@@ -364,8 +364,8 @@ def test_three_workers_on_ray_of_which_two_are_killed(pair):
     if find_spec("ray") is None:
         pytest.skip("needs ray")
     folder, start, _, _ = pair
-    place = Path(tempfile.mkdtemp(prefix="kvr", dir="/tmp"))  # names of sockets must be short
-    child = start("results_dir=ray", "ray=3", "item_prompts=1", RAY_TMPDIR=str(place), RAY_AUTH_MODE="disabled")
+    ray_folder = Path(tempfile.mkdtemp(prefix="kvr", dir="/tmp"))  # names of sockets must be short
+    child = start("results_dir=ray", "ray=3", "item_prompts=1", RAY_TMPDIR=str(ray_folder), RAY_AUTH_MODE="disabled")
     killed, processes, end = list[int](), set[int](), time.monotonic() + 900
     while len(killed) < 2 and child.poll() is None and time.monotonic() < end:
         time.sleep(0.05)
@@ -385,9 +385,9 @@ def test_three_workers_on_ray_of_which_two_are_killed(pair):
     assert left(folder / "ray") == left(folder / "whole")
     loads = Counter(
         path.name.split("-")[-1]
-        for path in place.rglob("worker-*.err")
+        for path in ray_folder.rglob("worker-*.err")
         for line in path.open()
         if "loading model" in line
     )
     assert 3 <= len(loads) <= 5 and set(loads.values()) == {1}  # who was killed may have loaded none
-    shutil.rmtree(place, ignore_errors=True)
+    shutil.rmtree(ray_folder, ignore_errors=True)

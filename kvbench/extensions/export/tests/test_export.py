@@ -35,7 +35,7 @@ def export(results, kind, *words):
     return to
 
 
-def test_lm_evals_own_code_reads_the_results(results, capsys):
+def test_lm_eval_reads_the_results(results, capsys):
     """Its table prints the scores that the run has, with a standard error; its names of files are found."""
     from lm_eval import utils
 
@@ -44,16 +44,16 @@ def test_lm_evals_own_code_reads_the_results(results, capsys):
     (path,) = utils.get_results_filenames(files)
     names = [name.rsplit("/", 1)[1] for name in utils.get_sample_results_filenames(files)]
     assert {utils.get_file_task_name(name) for name in names} == {"toy_a", "toy_b"}
-    found = json.loads(Path(path).read_text())
-    table = utils.make_table(found)
+    content = json.loads(Path(path).read_text())
+    table = utils.make_table(content)
     kept = {"a": [SCORES["a"][0], *SCORES["a"][3:]], "b": flips(SCORES, 3, 0)["b"]}
     for name, values in kept.items():
         mean = sum(values) / len(values)
-        assert found["results"][f"toy_{name}"]["exact,none"] == pytest.approx(mean) and f"{mean:.4f}" in table
+        assert content["results"][f"toy_{name}"]["exact,none"] == pytest.approx(mean) and f"{mean:.4f}" in table
     error = standard_error(weighed(list(kept.values())))[0]
-    assert found["groups"]["toy"]["exact_stderr,none"] == pytest.approx(error)
-    assert found["groups"]["toy"]["exact,none"] == pytest.approx(kb.load(results).set_index("method").score["snapkv"])
-    assert found["kvbench"]["method"] == "snapkv" and found["config"]["model_args"]["method.budget"] == 0.25
+    assert content["groups"]["toy"]["exact_stderr,none"] == pytest.approx(error)
+    assert content["groups"]["toy"]["exact,none"] == pytest.approx(kb.load(results).set_index("method").score["snapkv"])
+    assert content["kvbench"]["method"] == "snapkv" and content["config"]["model_args"]["method.budget"] == 0.25
     assert "failed" in capsys.readouterr().err
 
 
@@ -66,8 +66,8 @@ def test_samples_have_lm_evals_keys(results):
     assert len(lines) == 12 and [line["exact"] for line in lines] == SCORES["b"]
     keys = {"doc_id", "doc", "target", "arguments", "resps", "filtered_resps", "filter", "metrics"}
     keys |= {"doc_hash", "prompt_hash", "target_hash"}
-    for place, line in enumerate(lines):
-        assert keys <= set(line) and line["target"] == str(["right", f"n {20 + place}"])
+    for index, line in enumerate(lines):
+        assert keys <= set(line) and line["target"] == str(["right", f"n {20 + index}"])
         assert line["arguments"] == {"gen_args_0": {"arg_0": "What is it?"}}
         assert line["resps"] == [[line["filtered_resps"][0]]]
 
@@ -104,13 +104,13 @@ def test_conversations_leave_whole(tmp_path):
 
 
 def test_columns_of_several_types_become_text(tmp_path):
-    """What one task calls a number and another a text is kept, as text."""
+    """A column that is a number in one task and a text in another is kept as text."""
     import pandas as pd
 
     from kvbench.extensions.export.export import parquet_bytes
 
-    found = pd.read_parquet(io.BytesIO(parquet_bytes([{"x": 1, "y": [1]}, {"x": "two"}, {"x": None, "y": "z"}])))
-    assert list(found.x[:2]) == ["1", "two"] and found.x.isna()[2] and list(found.y)[0] == "[1]"
+    frame = pd.read_parquet(io.BytesIO(parquet_bytes([{"x": 1, "y": [1]}, {"x": "two"}, {"x": None, "y": "z"}])))
+    assert list(frame.x[:2]) == ["1", "two"] and frame.x.isna()[2] and list(frame.y)[0] == "[1]"
 
 
 def ruler(root, method, scores, **more):

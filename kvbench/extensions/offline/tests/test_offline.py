@@ -20,7 +20,7 @@ from kvbench.results.record import RunRecord
 MODEL = ["model=random", "model.preset=tiny", "model.max_tokens=2048", "backend=torch"]
 TASK = ["task=longctx", "task.length=256", "task.kinds=[passkey,kv]", "limit=2", "protocol.max_new_tokens=6"]
 SMALL = [*MODEL, *TASK, "fidelity.max_tokens=8"]
-# What no machine need have that answers. None in sys.modules is what a missing library is to whoever imports it.
+# Libraries that an answering machine need not have. None in sys.modules makes an import fail as a missing library does.
 ABSENT = ("hydra", "omegaconf", "lm_eval", "datasets", "gguf", "pandas", "scipy", "rich", "matplotlib", "accelerate")
 # Answers twice: in a child that is killed behind its second answer, and then whole.
 PROGRAM = f"""
@@ -59,21 +59,21 @@ def ask(*words):
     assert main(["offline", "ask", "file=r.jsonl", *SMALL, *words]) == 0
 
 
-def samples_of(place, run):
+def samples_of(folder, run):
     """The records of a journal in its order, without times."""
-    lines = [line.record for line in journal_lines(place / "samples.jsonl", run)]
+    lines = [line.record for line in journal_lines(folder / "samples.jsonl", run)]
     assert lines and None not in lines
     return [{name: value for name, value in record.items() if name != "timing"} for record in lines]
 
 
 def runs_in(root):
     """Folder below a folder of results -> record without provenance and times, and samples."""
-    found = {}
+    result = {}
     for path in sorted(root.glob("*/*/*/*/run.json")):
         record = RunRecord.load(path.parent)
         plain = asdict(record) | dict.fromkeys(("started", "ended", "sessions", "timing"))
-        found[path.parent.relative_to(root)] = plain, samples_of(path.parent, record.hash)
-    return found
+        result[path.parent.relative_to(root)] = plain, samples_of(path.parent, record.hash)
+    return result
 
 
 @pytest.mark.parametrize(
@@ -147,13 +147,13 @@ def test_requests_travel_whole():
         num_prompt_tokens_untruncated=40,
         past_context=True,
     )
-    told = replace(request, answers=("x",), meta={"answer": "x"}, turns=(replace(request.turns[0], answers=("y",)),))
-    (line,) = requests_file.request_lines([told]).splitlines()
+    changed = replace(request, answers=("x",), meta={"answer": "x"}, turns=(replace(request.turns[0], answers=("y",)),))
+    (line,) = requests_file.request_lines([changed]).splitlines()
     assert requests_file._request(json.loads(line)) == request
 
 
 @pytest.mark.smoke
-def test_portions_are_graded_together(folder, capsys):
+def test_portions_are_graded_as_one_run(folder, capsys):
     """Half of the answers are no run; with the other half they are, with the sessions of both."""
     ask("method=full", "batch_size=1")
     assert main(["offline", "answer", "file=r.jsonl", "shard=1/2"]) == 0
@@ -172,8 +172,8 @@ def test_answers_that_do_not_count(folder, capsys):
     answer.answer(folder / "r.jsonl", folder / "r-answers")
     head, requests = requests_file.read(folder / "r.jsonl")
     keys = frozenset((request.sample_id, 0) for request in requests)
-    (found,) = grade._answered(folder / "r-answers", head.runs[0], head.requests, keys)
-    assert found.samples.keys() == keys
+    (answered,) = grade._answered(folder / "r-answers", head.runs[0], head.requests, keys)
+    assert answered.samples.keys() == keys
     assert not grade._answered(folder / "r-answers", head.runs[0], "0" * 64, keys)
     assert "to other requests" in capsys.readouterr().err
     (path,) = folder.rglob("samples.jsonl")
@@ -196,54 +196,54 @@ def test_some_of_the_methods(folder, capsys):
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     """A model in a folder."""
-    place = tmp_path_factory.mktemp("model") / "tiny"
+    folder = tmp_path_factory.mktemp("model") / "tiny"
     model = load_model({"kind": "random", "preset": "tiny", "seed": 3})
-    model.model.save_pretrained(place)
-    model.tokenizer.save_pretrained(place)
-    return place
+    model.model.save_pretrained(folder)
+    model.tokenizer.save_pretrained(folder)
+    return folder
 
 
-def in_parts(source, place, size=50_000):
+def in_parts(source, target, size=50_000):
     """A copy of a model's folder with its weights in parts, and their digests."""
-    place.mkdir()
+    target.mkdir()
     for path in source.iterdir():
         if path.suffix != ".safetensors":
-            (place / path.name).write_bytes(path.read_bytes())
+            (target / path.name).write_bytes(path.read_bytes())
     content = (source / "model.safetensors").read_bytes()
     lines = [f"{hashlib.sha256(content).hexdigest()}  model.safetensors\n"]
     for number, start in enumerate(range(0, len(content), size)):
-        part = place / f"model.safetensors.part{number:03}"
+        part = target / f"model.safetensors.part{number:03}"
         part.write_bytes(content[start : start + size])
         lines.append(f"{hashlib.sha256(part.read_bytes()).hexdigest()}  {part.name}\n")
-    (place / weights.SUMS).write_text("".join(lines))
-    return place
+    (target / weights.SUMS).write_text("".join(lines))
+    return target
 
 
 def test_weights_in_parts(folder, tiny):
     """They are joined once, byte for byte; a damaged or missing part is named, and nothing is joined then."""
-    place = in_parts(tiny, folder / "parts")
-    parts, whole = sorted(place.glob("*.part*")), place / "model.safetensors"
+    parts_folder = in_parts(tiny, folder / "parts")
+    parts, whole = sorted(parts_folder.glob("*.part*")), parts_folder / "model.safetensors"
     assert len(parts) > 2
     kept = parts[1].read_bytes()
     parts[1].write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
     with pytest.raises(ValueError, match=r"part001 is damaged"):
-        weights.join(place)
+        weights.join(parts_folder)
     parts[1].unlink()
     with pytest.raises(ValueError, match=r"lacks 1 of its \d+ parts: model.safetensors.part001"):
-        weights.join(place)
+        weights.join(parts_folder)
     assert not whole.exists()
     parts[1].write_bytes(kept)
-    weights.join(place)
+    weights.join(parts_folder)
     assert whole.read_bytes() == (tiny / "model.safetensors").read_bytes()
     for path in parts:
         path.unlink()
-    weights.join(place)
+    weights.join(parts_folder)
     whole.write_bytes(b"")
     with pytest.raises(ValueError, match="lacks"):
-        weights.join(place)
-    (place / weights.SUMS).write_text("00  ../x\n")
+        weights.join(parts_folder)
+    (parts_folder / weights.SUMS).write_text("00  ../x\n")
     with pytest.raises(ValueError, match="no line of sha256sum"):
-        weights.join(place)
+        weights.join(parts_folder)
 
 
 def test_weights_of_another_folder(folder, tiny):
@@ -251,18 +251,18 @@ def test_weights_of_another_folder(folder, tiny):
     another vocabulary is refused before anything is answered."""
     words = ["model=hf", f"model.path={tiny}", *SMALL[2:]]
     assert main(["offline", "ask", "file=r.jsonl", "method=full", *words]) == 0
-    place = in_parts(tiny, folder / "parts")
+    parts_folder = in_parts(tiny, folder / "parts")
     assert main(["offline", "answer", "file=r.jsonl", "weights=parts"]) == 0
     assert main(["offline", "grade", "file=r.jsonl", "results_dir=graded"]) == 0
     assert main(["method=full", *words, "results_dir=ordinary"]) == 0
     assert runs_in(folder / "graded") == runs_in(folder / "ordinary") != {}
-    path = place / "tokenizer.json"
+    path = parts_folder / "tokenizer.json"
     settings = json.loads(path.read_text())
     vocabulary = settings["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     path.write_text(json.dumps(settings))
     with pytest.raises(ValueError, match="tokenizer of model tiny .* is another one"):
-        answer.answer(folder / "r.jsonl", folder / "c", folder=place)
+        answer.answer(folder / "r.jsonl", folder / "c", folder=parts_folder)
     assert not list(folder.glob("c/**/samples.jsonl"))
 
 

@@ -16,7 +16,7 @@ from kvbench.config.methods import method_settings
 from kvbench.config.settings import read_config
 from kvbench.extensions.papers import paper, papers
 from kvbench.extensions.papers import tables as paper_table
-from kvbench.results.sweep import Sweep, own_sweep, sweeps
+from kvbench.results.sweep import Sweep, process_sweep, sweeps
 from kvbench.runs.choices import read_choice
 from kvbench.runs.parts import make_policy
 from kvbench.show import figure
@@ -72,7 +72,7 @@ def test_it_lists_papers_and_entries(toy, capsys):
 
 @pytest.mark.long  # four runs
 @pytest.mark.smoke
-def test_a_table_is_run_and_stands_beside_the_printed_one(toy, capsys):
+def test_a_table_is_run_and_compared_with_the_printed_one(toy, capsys):
     """All rows in one sweep; the cells of another task are not run; the page and the CSV are written."""
     assert main(["paper", "toy", "table=1"]) == 0
     said = capsys.readouterr()
@@ -83,16 +83,16 @@ def test_a_table_is_run_and_stands_beside_the_printed_one(toy, capsys):
     assert len(Path("results/paper/toy/table_1.csv").read_text().splitlines()) == 109
 
 
-def test_only_this_processs_sweep_is_joined(tmp_path):
+def test_only_this_processs_sweep_is_read(tmp_path):
     """One that somebody else started later in the same folder is not taken for it, whatever became of its record."""
     mine = Sweep.start(tmp_path, "kvbench paper toy table=1", "basic", ["full"])
     later = tmp_path / ".multirun" / "9999-01-01_00-00-00-1" / "sweep.json"
     later.parent.mkdir()
     later.write_text((mine.folder / "sweep.json").read_text().replace(f'"process": {os.getpid()}', '"process": 1'))
     assert sweeps(tmp_path)[-1].folder == later.parent
-    assert own_sweep(tmp_path).folder == mine.folder
+    assert process_sweep(tmp_path).folder == mine.folder
     later.write_text('{"started": ')
-    assert own_sweep(tmp_path).folder == mine.folder, "another one's record is torn"
+    assert process_sweep(tmp_path).folder == mine.folder, "another one's record is torn"
 
 
 def test_what_would_run(toy, capsys):
@@ -136,14 +136,14 @@ def test_a_command_runs_before_the_jobs(monkeypatch):
     ran, swept = [], []
     monkeypatch.setattr(paper.commands, "run", lambda name, words: ran.append([name, *words]) or 3)
     words = ["model=mini", "task.length=300", "limit=1"]
-    assert paper.run(toy, entry, cfg, words, [], lambda *given: swept.append(given)) == 3
+    assert paper.run(toy, entry, cfg, words, [], lambda *args: swept.append(args)) == 3
     assert ran == [["books", "books.out=R/b.tsv", "model=mini"]] and not swept
 
 
 def test_a_plan_loads_no_model(monkeypatch, capsys, tmp_path):
     """It counts samples as they are published, under a limit too, names what is not at hand."""
     monkeypatch.setattr("kvbench.runs.parts.Loaders.load_model", lambda self, group: pytest.fail("it was loaded"))
-    monkeypatch.setattr("kvbench.models.files.hub_reachable", lambda *given: pytest.fail("the hub was tried"))
+    monkeypatch.setattr("kvbench.models.files.hub_reachable", lambda *args: pytest.fail("the hub was tried"))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     problem_rows.folder_of(tmp_path, "gsm8k")
     words = ["paper", "diffkv", "table=1", "plan=true", "methods=[full,kivi]", "tasks=[gsm8k,math]"]
@@ -194,11 +194,11 @@ def test_a_figure_is_the_command_that_draws_it(toy, capsys):
 )
 def test_pictures_say_whose_they_are(at, words, heading):
     """Of another model than the paper's, of one of its models, and of no model."""
-    found = papers.find("diffkv")
-    assert paper.heading_of(found, found.find(*at.split()), words).startswith(heading)
+    known = papers.find("diffkv")
+    assert paper.heading_of(known, known.find(*at.split()), words).startswith(heading)
 
 
-def test_only_what_its_commands_have_just_written_is_joined(tmp_path):
+def test_only_what_its_commands_have_just_written_is_read(tmp_path):
     """A bench of before is left out; a table of bytes is read."""
     old, new = (tmp_path / "bench" / "decode" / name / "bench.json" for name in ("1", "2"))
     for path in (old, new):
@@ -208,17 +208,20 @@ def test_only_what_its_commands_have_just_written_is_joined(tmp_path):
     os.utime(old, (1, 1))
     (tmp_path / "a.csv").write_text("method,resident_bytes\nfull,7\n")
     words = ["what=decode", f"out={tmp_path}/bench"], ["method=full", f"out={tmp_path}/a.csv"], ["model=tiny"]
-    found = [*paper._documents(list(zip(("bench", "bytes", "bytes"), words, strict=True)), began=2)]
-    assert [one.get("started") or one["rows"] for one in found] == ["2", [{"method": "full", "resident_bytes": "7"}]]
+    documents = [*paper._documents(list(zip(("bench", "bytes", "bytes"), words, strict=True)), began=2)]
+    assert [one.get("started") or one["rows"] for one in documents] == [
+        "2",
+        [{"method": "full", "resident_bytes": "7"}],
+    ]
 
 
 def test_a_row_has_the_settings_of_the_model(toy):
     """A model of the paper takes its own line; another one the first."""
     cfg = compose_command("paper", ["paper=toy", "results_dir=r"])
-    found, entry = papers.find("toy"), papers.find("toy").find("table", 1)
+    known, entry = papers.find("toy"), papers.find("toy").find("table", 1)
 
     def line(*words):
-        (job,) = [job for row, job in paper.jobs_of(found, entry, cfg, words) if row == "DiffKV K8V4"]
+        (job,) = [job for row, job in paper.jobs_of(known, entry, cfg, words) if row == "DiffKV K8V4"]
         return next(word for word in job if word.startswith("method="))
 
     assert line("model=smollm2-135m") == line() == "method=kivi"
@@ -273,9 +276,9 @@ def test_the_papers_that_kvbench_ships(name):
     """Every line of methods makes its method, every task is composed, and every further command."""
 
     def is_new(*key):
-        found = key not in COMPOSED
+        is_unknown = key not in COMPOSED
         COMPOSED.add(key)
-        return found
+        return is_unknown
 
     each = papers.find(name)
     for entry in each.entries:
@@ -288,9 +291,9 @@ def test_the_papers_that_kvbench_ships(name):
             if is_new(*(word.partition("=")[0] if "." in word else word for word in shlex.split(line))):
                 make_policy(compose(shlex.split(line)).method)
         cfg = compose_command("paper", [f"paper={name}", "results_dir=r"])
-        told = ["model=hf", "model.path=a/b"]
-        before = paper.command_lines(entry, cfg, told, entry.first)  # which go with a model alone
-        for command, words in [*before, *paper.command_lines(entry, cfg, told)]:
+        model_words = ["model=hf", "model.path=a/b"]
+        before = paper.command_lines(entry, cfg, model_words, entry.first)  # which go with a model alone
+        for command, words in [*before, *paper.command_lines(entry, cfg, model_words)]:
             if is_new(command, *(word for word in words if not word.startswith(("out=", "attention.out=")))):
                 compose_command(command, words)
 

@@ -37,8 +37,8 @@ def test_kv_compress_frees_two_blocks_of_the_first_head():
 
 def test_block_tables_of_heads():
     """Figure 3: twelve blocks of one head each; six stay when heads hold 6, 2, 4 and no tokens."""
-    shared, own, evicted = examples.kv_compress_layouts()
-    assert "3 entries" in shared and "table [4, 3]" in own and "12 blocks" in own
+    shared, per_head, evicted = examples.kv_compress_layouts()
+    assert "3 entries" in shared and "table [4, 3]" in per_head and "12 blocks" in per_head
     assert "in 6 blocks" in evicted and "hold 12" in evicted
 
 

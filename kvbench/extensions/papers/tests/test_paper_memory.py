@@ -64,14 +64,14 @@ def test_a_row_has_the_papers_size_and_the_resident_bytes(tmp_path):
     full, h2o = (store(tmp_path, name, scores, settings=more, ratio=ratio, **known)
                  for name, more, ratio in (("full", {}, 1.0), ("h2o", {"budget": 0.15}, 0.2)))  # fmt: skip
     paper = papers.find("minikv")
-    found = memory.sizes(paper, paper.find("table", 1), [("Full FP16", full), ("H2O 15%", h2o), ("KIVI 2bit", None)])
-    by = {(one.row, one.subset): one for one in found}
-    assert len(found) == 6 and by["H2O 15%", ""].share is None
+    sizes = memory.sizes(paper, paper.find("table", 1), [("Full FP16", full), ("H2O 15%", h2o), ("KIVI 2bit", None)])
+    by = {(one.row, one.subset): one for one in sizes}
+    assert len(sizes) == 6 and by["H2O 15%", ""].share is None
     qasper = by["H2O 15%", "qasper_e"]
     assert qasper.share == pytest.approx(0.15 * 4096 / (4096 + 128)) and qasper.resident == pytest.approx(0.2)
     assert qasper.score == pytest.approx(0.375)
-    assert len(memory.csv_of(found).splitlines()) == 7
-    assert "| H2O 15% | longbench | qasper_e | 37.5 | 14.5 |" in memory.markdown("it", found)
+    assert len(memory.csv_of(sizes).splitlines()) == 7
+    assert "| H2O 15% | longbench | qasper_e | 37.5 | 14.5 |" in memory.markdown("it", sizes)
 
 
 def test_the_printed_share_is_of_the_same_cell(tmp_path):
@@ -79,8 +79,8 @@ def test_the_printed_share_is_of_the_same_cell(tmp_path):
     paper = papers.find("diffkv")
     folders = [store(tmp_path, "diffkv", {"": [1, 0]}, task="gsm8k", model=model) for model in
                ("Meta-Llama-3-8B-Instruct", "tiny")]  # fmt: skip
-    found = memory.sizes(paper, paper.find("table", 1), [("DiffKV K8V4-K4V2", one) for one in folders])
-    assert [one.printed for one in found] == [19.3, None]
+    sizes = memory.sizes(paper, paper.find("table", 1), [("DiffKV K8V4-K4V2", one) for one in folders])
+    assert [one.printed for one in sizes] == [19.3, None]
 
 
 def test_the_front():
@@ -89,11 +89,11 @@ def test_the_front():
     def size(row, score, share, task="a"):
         return Size(row, task, "", score, share, None, None, None)
 
-    found = [
+    sizes = [
         size("x", 0.5, 0.2),
         size("y", 0.4, 0.3),
         size("z", 0.6, 0.3),
         size("u", 0.1, 0.9, "b"),
         size("v", 1, None),
     ]
-    assert front(found) == [True, False, True, True, None]
+    assert front(sizes) == [True, False, True, True, None]

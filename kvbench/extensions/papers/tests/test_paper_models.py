@@ -60,9 +60,9 @@ def model_words(shape):
     fields = {"hidden_size": 16 * shape.q_heads, "intermediate_size": 64, "head_dim": 32}
     fields |= {"num_attention_heads": shape.q_heads, "num_key_value_heads": shape.kv_heads}
     fields["vocab_size"] = shape.vocabulary
-    told = ",".join(f"{name}:{value}" for name, value in fields.items())
+    overrides = ",".join(f"{name}:{value}" for name, value in fields.items())
     return ["model=random", f"model.preset={shape.preset}", "model.num_layers=2", f"model.max_tokens={shape.context}",
-            f"model.overrides={{{told}}}"]  # fmt: skip
+            f"model.overrides={{{overrides}}}"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -89,13 +89,13 @@ def models_of(paper, entry):
 
 def lines_of(paper):
     """Words of every task of every entry, and the contexts of its models."""
-    found = {}
+    lines = {}
     for entry in paper.entries:
         for line in entry.tasks:
             words = (*shlex.split(entry.every), *shlex.split(line))
             contexts = {SHAPES[model].context for model in models_of(paper, entry)}
-            found.setdefault(words, set()).update(contexts or {8192})
-    return found
+            lines.setdefault(words, set()).update(contexts or {8192})
+    return lines
 
 
 def test_every_printed_model_has_a_shape():
@@ -114,17 +114,17 @@ def test_prompts_and_answers_fit_the_papers_models(name, data):
     and of code, whose loading takes the cage, the usual answer leaves room for a prompt of 1,024."""
     for words, contexts in lines_of(papers.find(name)).items():
         cfg = compose([*words, "method=full"])
-        asked, protocol, folder = dict(cfg.task), dict(cfg.protocol), data / choice(words, "task")
+        settings, protocol, folder = dict(cfg.task), dict(cfg.protocol), data / choice(words, "task")
         for context in sorted(contexts):
             model = SimpleNamespace(tokenizer=TOKENIZER, max_tokens=context, name="it", chat_template=False)
-            if "harness" in asked or AGREED in asked:
+            if "harness" in settings or AGREED in settings:
                 rules = PromptRules(max_new_tokens=DEFAULT_MAX_NEW_TOKENS)
                 builder = PromptBuilder(model, Protocol.from_mapping(protocol), rules)
                 assert builder.max_prompt_tokens >= 1024
                 assert protocol["num_samples"] == 1 or builder.max_new_tokens >= 16384, "thoughts are cut"
                 continue
-            given = {"data_dir": str(folder)} if folder.is_dir() else {}
-            task = load_task(asked | given, model, limit=1, seed=0, protocol=protocol)
+            data_words = {"data_dir": str(folder)} if folder.is_dir() else {}
+            task = load_task(settings | data_words, model, limit=1, seed=0, protocol=protocol)
             for request in task.requests:
                 assert request.num_prompt_tokens + request.max_new_tokens <= context, (words, request.subset)
                 assert protocol["num_samples"] == 1 or request.max_new_tokens >= 16384, "thoughts are cut"

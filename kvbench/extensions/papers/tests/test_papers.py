@@ -10,8 +10,7 @@ from places import ROOT
 from stored import store, yes_no
 
 from kvbench.config import files
-from kvbench.extensions.papers import papers, published
-from kvbench.extensions.papers import printed as beside
+from kvbench.extensions.papers import papers, printed, published
 from kvbench.extensions.papers.papers import Entry, Paper
 from kvbench.extensions.papers.printed import Ran
 from kvbench.stats.intervals import wilson
@@ -30,31 +29,31 @@ CLAIMS = {"survey": 13}  # claims that the issue names; the survey has neither t
 def places_of_text(text):
     """Paper, kind and number of every table and figure that a text names: of the paper that it named last before."""
     paper = ""
-    for found in NAMED.finditer(text):
-        if found["paper"]:
-            paper = NAMES.get(found["paper"], found["paper"])
+    for match in NAMED.finditer(text):
+        if match["paper"]:
+            paper = NAMES.get(match["paper"], match["paper"])
             continue
-        kind = {"t": "table", "f": "figure"}[found["kind"][0].lower()]
-        for number in range(int(found["first"]), int(found["last"] or found["first"]) + 1):
-            yield paper, kind, f"{number}{found['part']}"
+        kind = {"t": "table", "f": "figure"}[match["kind"][0].lower()]
+        for number in range(int(match["first"]), int(match["last"] or match["first"]) + 1):
+            yield paper, kind, f"{number}{match['part']}"
 
 
 def collected_places():
     """Paper, kind and number of every table and figure that the numbers and the notes name."""
     shipped = published.rows().astype(str)
-    found = set(places_of_text("\n".join(shipped["paper"] + " " + shipped["locator"].map(spelt))))
+    places = set(places_of_text("\n".join(shipped["paper"] + " " + shipped["locator"].map(spelt))))
     if SHARED.is_dir():
         for path in sorted((SHARED / "published").glob("*.csv")):
             lines = pd.read_csv(path, dtype=str, keep_default_na=False)
-            found |= set(places_of_text("\n".join(lines["paper"] + " " + lines["locator"].map(spelt))))
+            places |= set(places_of_text("\n".join(lines["paper"] + " " + lines["locator"].map(spelt))))
         for path in sorted((SHARED / "design").glob("*.md")):
-            found |= set(places_of_text(path.read_text(encoding="utf-8")))
-    return found
+            places |= set(places_of_text(path.read_text(encoding="utf-8")))
+    return places
 
 
 def spelt(locator):
     """A locator with every place in full: `Figure 11 + 13` names two."""
-    return ", ".join(published.places_of(locator))
+    return ", ".join(published.locators_of(locator))
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the numbers as they were collected lie beside the repository alone")
@@ -71,11 +70,11 @@ def test_the_shipped_numbers_are_the_collected_ones():
 
 def test_places_of_a_text():
     """A range, several spellings, a part; a place is of the paper that was named last before it."""
-    found = places_of_text(
+    places = places_of_text(
         "DiffKV (figs 8-9), KV-Compress [P Fig. 1a]: the page table. Its Table 2; the KV-cache survey"
     )
-    assert [*found] == [("DiffKV", "figure", "8"), ("DiffKV", "figure", "9")] + [
-        ("KV-Compress", *place) for place in (("figure", "1a"), ("table", "2"))
+    assert [*places] == [("DiffKV", "figure", "8"), ("DiffKV", "figure", "9")] + [
+        ("KV-Compress", *locator) for locator in (("figure", "1a"), ("table", "2"))
     ]
 
 
@@ -85,7 +84,7 @@ def test_every_table_and_figure_has_an_entry(key):
     that names a table or a figure is at that entry, and every other locator is somewhere."""
     paper = papers.find(key)
     numbers = {kind: [e.at.split()[1] for e in paper.entries if e.at.startswith(kind)] for kind in papers.KINDS}
-    assert all(len(set(found)) == len(found) for found in numbers.values())
+    assert all(len(set(each)) == len(each) for each in numbers.values())
     for kind in ("table", "figure"):
         named = {number for name, sort, number in collected_places() if (name, sort) == (paper.name, kind)}
         there = {int(re.match(r"\d+", number)[0]) for number in numbers[kind]}
@@ -113,7 +112,7 @@ def test_every_printed_row_of_a_table_has_a_line_or_a_reason(key):
         if not entry.at.startswith("table"):
             continue
         for _, line in entry.printed(paper).iterrows():
-            row = beside.row_of(line["method"], line["variant"])
+            row = printed.row_of(line["method"], line["variant"])
             assert row in entry.rows(line["model"]) or entry.reason(line["metric"], line["method"], row), (
                 entry.at,
                 row,
@@ -122,20 +121,20 @@ def test_every_printed_row_of_a_table_has_a_line_or_a_reason(key):
 
 
 @pytest.mark.parametrize("key", sorted(files.options("paper")))
-def test_every_printed_speed_and_size_is_joined_or_says_why(key):
-    """What is no score has a number of a bench that is of its row, or a reason; no word of either is for nothing."""
+def test_every_printed_speed_and_size_has_a_counterpart_or_says_why(key):
+    """A number that is no score has a counterpart of a bench for its row, or a reason; none is unused."""
     paper = papers.find(key)
     for entry in paper.entries:
-        printed = [] if entry.cannot else [line for _, line in entry.printed(paper).iterrows()]
+        lines = [] if entry.cannot else [line for _, line in entry.printed(paper).iterrows()]
         needed = set()
-        for line in printed:
-            row, metric = beside.row_of(line["method"], line["variant"]), line["metric"]
-            if line["unit"] == "points" or metric in beside.SHARES:
+        for line in lines:
+            row, metric = printed.row_of(line["method"], line["variant"]), line["metric"]
+            if line["unit"] == "points" or metric in printed.SHARES:
                 assert entry.tasks or entry.reason(metric), (entry.at, metric)
             elif not entry.reason(metric, line["method"], row):
                 assert metric in entry.measured and row in entry.rows(), (entry.at, metric, row)
                 needed.add(metric)
-        assert not printed or needed == set(entry.measured), entry.at
+        assert not lines or needed == set(entry.measured), entry.at
 
 
 SMALL = Paper(
@@ -164,22 +163,22 @@ def cells(root, model="Qwen2.5-7B-Instruct", changed=(), entry=ENTRY, **options)
     full = store(root, "full", {"": [1] * 835 + [0] * 165}, task="gsm8k", model=model, **options)
     kivi = store(root, "kivi", {"": [1] * 600 + [0] * 400}, task="gsm8k", model=model, **options)
     ran = [Ran("Full FP16", full), Ran("KIVI 2bit", kivi), Ran("SnapKV 50%", None)]
-    found = beside.join(SMALL, entry, ran, changed)
-    return {(c.printed["model"], c.row, c.printed["task"]): c for c in found}
+    all_cells = printed.join(SMALL, entry, ran, changed)
+    return {(c.printed["model"], c.row, c.printed["task"]): c for c in all_cells}
 
 
 def test_a_cell_is_reproduced_inside_our_interval_alone(tmp_path):
     """The printed 83.5 lies in the interval of 835 of 1,000, the printed 72.2 not in that of 600; models of the paper
     that were not run, and rows without a run, say so."""
-    found = cells(tmp_path)
-    full, kivi = found["Qwen2.5-7B", "Full FP16", "GSM8K"], found["Qwen2.5-7B", "KIVI 2bit", "GSM8K"]
+    by_cell = cells(tmp_path)
+    full, kivi = by_cell["Qwen2.5-7B", "Full FP16", "GSM8K"], by_cell["Qwen2.5-7B", "KIVI 2bit", "GSM8K"]
     assert full.verdict == "reproduced" and full.ours.ends == pytest.approx(wilson(835, 1000))
     assert (full.difference, kivi.verdict) == (pytest.approx(0), "not reproduced")
     assert kivi.difference == pytest.approx(60.0 - 72.2)
-    assert found["Qwen2.5-7B", "SnapKV 50%", "GSM8K"].verdict == "not run"
-    assert found["Qwen2.5-7B", "Full FP16", "MATH"].verdict == "not run", "another task's run answers nothing"
-    assert found["Llama3-8B", "Full FP16", "GSM8K"].verdict == "other model"
-    duo = found["Llama3-8B", "DuoAttn 50%", "GSM8K"]
+    assert by_cell["Qwen2.5-7B", "SnapKV 50%", "GSM8K"].verdict == "not run"
+    assert by_cell["Qwen2.5-7B", "Full FP16", "MATH"].verdict == "not run", "another task's run answers nothing"
+    assert by_cell["Llama3-8B", "Full FP16", "GSM8K"].verdict == "other model"
+    duo = by_cell["Llama3-8B", "DuoAttn 50%", "GSM8K"]
     assert (duo.verdict, duo.note) == ("cannot be", "needs gates")
 
 
@@ -196,14 +195,14 @@ def test_what_is_never_a_match(tmp_path, options, verdict):
     assert cells(tmp_path, **options)["Qwen2.5-7B", "Full FP16", "GSM8K"].verdict == verdict
 
 
-def test_subsets_and_averages_are_cells_of_their_own(tmp_path):
+def test_subsets_and_averages_are_separate_cells(tmp_path):
     """A printed subset is that of the run, with or without the name of LongBench-E; the printed mean is the run's where
     it has as many subsets."""
     paper = papers.find("minikv")
     scores = {name: [0.25, 0.5, 0.75] * 5 for name in ("qasper_e", "lcc_e")}
     folder = store(tmp_path, "full", scores, task="longbench", model="Llama-2-7b-chat-hf")
-    found = beside.join(paper, paper.find("table", 1), [Ran("Full FP16", folder)], [])
-    mine = {c.printed["task"]: c for c in found if (c.printed["model"], c.row) == ("LLaMA2-7B-chat", "Full FP16")}
+    all_cells = printed.join(paper, paper.find("table", 1), [Ran("Full FP16", folder)], [])
+    mine = {c.printed["task"]: c for c in all_cells if (c.printed["model"], c.row) == ("LLaMA2-7B-chat", "Full FP16")}
     assert mine["Qasper"].ours.value == mine["LCC"].ours.value == pytest.approx(0.5)
     assert mine["Qasper"].verdict == "not reproduced" and mine["TREC"].verdict == "not run"
     assert mine["LongBench-E-avg13"].verdict == "not run", "two subsets are no mean of thirteen"
@@ -221,9 +220,9 @@ def test_a_printed_bound_is_judged_by_pairs(tmp_path, rate, verdict):
     mine = {"": [one * keep for one, keep in zip(right[""], kept, strict=True)]}
     run = store(tmp_path, "diffkv", mine, task="gsm8k", model=model)
     ran = [Ran("Full FP16", full), Ran("DiffKV K4V2", run)]
-    found = beside.join(paper, paper.find("figure", 8), ran, [])
+    all_cells = printed.join(paper, paper.find("figure", 8), ran, [])
     (cell,) = [
-        c for c in found if (c.printed["model"], c.row, c.printed["task"]) == ("Llama3-8B", "DiffKV K4V2", "GSM8K")
+        c for c in all_cells if (c.printed["model"], c.row, c.printed["task"]) == ("Llama3-8B", "DiffKV K4V2", "GSM8K")
     ]
     assert cell.verdict == verdict
     low, high = cell.ours.ends
@@ -235,21 +234,21 @@ def test_there_is_no_share_of_nothing(tmp_path):
     paper, model = papers.find("diffkv"), "Meta-Llama-3-8B-Instruct"
     folders = [store(tmp_path, name, {"": [0] * 5}, task="gsm8k", model=model) for name in ("full", "diffkv")]
     ran = list(map(Ran, ("Full FP16", "DiffKV K4V2"), folders))
-    (cell, *_) = beside.join(paper, paper.find("figure", 8), ran, [])
-    assert cell.verdict == "not run" and cell.note == beside.NO_SHARE
+    (cell, *_) = printed.join(paper, paper.find("figure", 8), ran, [])
+    assert cell.verdict == "not run" and cell.note == printed.NO_SHARE
 
 
 def test_the_tables_that_are_written(tmp_path):
     """A printed row has ours below it, once for a model that is none of the paper's; the CSV has every cell."""
-    found = list(cells(tmp_path, model="tiny").values())
-    lines = beside.grid(found)
+    listed = list(cells(tmp_path, model="tiny").values())
+    lines = printed.grid(listed)
     full = [line for line in lines if line[0] == "Full FP16"]
     assert lines[0][:3] == ["row", "model", "GSM8K"] and len(full) == 4
     ours = [line for line in lines if line[1] == "tiny, here"]
     assert len(ours) == 2 and ours[0][2].startswith("83.5 [81.1, 85.7] other model")
     assert any("not run" in line[1] for line in lines)
-    assert len(beside.csv_of(found).splitlines()) == 1 + len(found) == 109
-    page = beside.markdown(SMALL, ENTRY, found)
+    assert len(printed.csv_of(listed).splitlines()) == 1 + len(listed) == 109
+    page = printed.markdown(SMALL, ENTRY, listed)
     assert "| Full FP16 | Qwen2.5-7B, printed | 83.5 |" in page and "never a match" in page
 
 
@@ -261,7 +260,7 @@ def test_rows_of_an_entry():
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("content", "message"),
     [
         ({"at": "table 9", "shows": ""}, "table 9: an entry has tasks or then, or `example`, or `cannot`"),
         ({"at": "chart 1", "shows": "", "cannot": "x"}, "at must begin with one of table, figure, claim"),
@@ -270,7 +269,7 @@ def test_rows_of_an_entry():
         ({"at": "table 9", "shwos": ""}, "there is no setting diffkv.yaml: table 9: shwos. Did you mean"),
     ],
 )
-def test_an_entry_that_is_written_wrongly(given, message):
+def test_an_entry_that_is_written_wrongly(content, message):
     """The file, the entry and the rule are named."""
     with pytest.raises(ValueError, match=re.escape(message)):
-        papers._entry("diffkv", OmegaConf.to_container(OmegaConf.create(given)))
+        papers._entry("diffkv", OmegaConf.to_container(OmegaConf.create(content)))

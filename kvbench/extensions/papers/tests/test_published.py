@@ -29,8 +29,8 @@ def test_names_in_any_spelling():
 
 def test_points_are_differences_within_a_table():
     """A point is a score minus the same paper's uncompressed one; what has no memory share is no point."""
-    found = {(p.model, p.variant): p.difference for p in published.points("gsm8k", ["diffkv"])}
-    assert found["Llama3-8B", "K8V4-K4V2"] == pytest.approx((75.7 - 76.3) / 100)
+    differences = {(p.model, p.variant): p.difference for p in published.points("gsm8k", ["diffkv"])}
+    assert differences["Llama3-8B", "K8V4-K4V2"] == pytest.approx((75.7 - 76.3) / 100)
     assert published.points("trec", ["kv_compress"]) == [] == published.points("longctx", ["diffkv"])
 
 
@@ -48,14 +48,14 @@ def test_command_shows_and_writes(tmp_path, capsys):
     assert "no printed number has all of methods=['minikv'], tasks=['gsm8k']" in capsys.readouterr().err
 
 
-def test_places_are_found_by_number():
+def test_places_are_selected_by_number():
     """A table, a figure or a section in any spelling; a number without a letter is all its parts; one locator may name
     several; what is not there is answered."""
-    assert published.places_of("Sec 7.3 / Figure 15a") == ["Sec 7.3", "Figure 15a"]
-    assert published.places_of("Figure 11 + 13") == ["Figure 11", "Figure 13"]
-    assert published.places_of("Sec 4.4 + 5.2") == ["Sec 4.4", "Sec 5.2"]
-    found = published.select(papers=["diffkv"], places=["figure 15"])
-    assert set(found["locator"]) == {"Sec 7.3 / Figure 15a", "Sec 7.3 / Figure 15b"}
+    assert published.locators_of("Sec 7.3 / Figure 15a") == ["Sec 7.3", "Figure 15a"]
+    assert published.locators_of("Figure 11 + 13") == ["Figure 11", "Figure 13"]
+    assert published.locators_of("Sec 4.4 + 5.2") == ["Sec 4.4", "Sec 5.2"]
+    frame = published.select(papers=["diffkv"], places=["figure 15"])
+    assert set(frame["locator"]) == {"Sec 7.3 / Figure 15a", "Sec 7.3 / Figure 15b"}
     assert len(published.select(papers=["diffkv"], places=["Figure9"])) == 3
     assert set(published.select(places=["table 2"])["locator"]) == {"Table 2"}
     assert set(published.select(papers=["minikv"], places=["section 5.2"])["locator"]) == {

@@ -16,7 +16,7 @@ def test_every_published_method_runs(tiny_model):
     model it was never meant for, and finds its own work done."""
     loaded, seen = tiny_model("llama", "gqa3", 64, narrow=True), set()
     lengths = (1, 2, 9, 160) if FULL else (160,)  # tests/methods/test_conformance.py takes every method to short ones
-    asked = [request(str(n), random_tokens(n), max_new_tokens=3) for n in lengths]
+    requests = [request(str(n), random_tokens(n), max_new_tokens=3) for n in lengths]
     entries = [entry for paper in papers.every() for entry in paper.entries if entry.tasks]
     for line in dict.fromkeys(line for entry in entries for line in entry.rows().values()):
         words = shlex.split(line)
@@ -25,7 +25,7 @@ def test_every_published_method_runs(tiny_model):
             continue
         seen.add(kind)
         policy = make_policy(compose(words).method)
-        for (length, _), outcome in answers(loaded, policy, asked).items():
+        for (length, _), outcome in answers(loaded, policy, requests).items():
             assert outcome.status == "ok", (line, length, outcome.message)
             assert complaint(policy, vars(outcome)) is None, (line, length)
     assert len(seen) > 20

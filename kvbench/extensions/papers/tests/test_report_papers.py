@@ -12,9 +12,9 @@ from kvbench.extensions.papers.report_section import (
     NOT_COMPARED,
     OTHER_MODEL,
     OTHER_PROTOCOL,
-    beside,
     differences,
     fits,
+    printed_table,
 )
 
 SCORES = yes_no(0.7, {"gsm8k": 30}, seed=3)
@@ -24,11 +24,12 @@ def chapter(root):
     """The rows of the one group, as dicts by heading."""
     (group,) = load_groups(compose_command("report", [f"results_dir={root}"]))
     return [
-        dict(zip(report_papers.HEADINGS, [row["label"], *row["cells"]], strict=True)) for row in beside(group)["rows"]
+        dict(zip(report_papers.HEADINGS, [row["label"], *row["cells"]], strict=True))
+        for row in printed_table(group)["rows"]
     ]
 
 
-def test_a_cell_stands_beside_the_run_of_its_setting(tmp_path):
+def test_a_cell_is_shown_with_the_run_of_its_setting(tmp_path):
     """Method, task and setting choose the cells; the full caches of both stand beside; another model is called so."""
     common = {"task": "gsm8k", "model": "llama3-8b"}
     store(tmp_path, "full", SCORES, **common, ratio=1.0)
@@ -78,19 +79,19 @@ def test_longbench_e_is_not_longbench(tmp_path):
     ],
 )
 def test_settings_are_read_from_their_printed_names(variant, known, answer):
-    """What the name of a variant says, as far as it can be read; the rest is not known."""
+    """Settings parsed from the name of a variant, as far as possible; the rest is unknown."""
     assert fits(variant, known) is answer
 
 
-def test_a_match_needs_every_stated_condition():
+def test_a_match_has_every_stated_condition():
     """One that differs, one that is stated there alone, and a setting that is not compared are each no match."""
     stated = {"bits": "2", "group": "32", "memory_source": "cell"}
     assert differences(stated, {"bits": 2, "group": 32}, True) == ([], AS_STATED)
     assert differences(stated, {"bits": 2, "group": 64}, True) == (["group: 32 there, 64 here"], OTHER_PROTOCOL)
     assert differences(stated | {"runs": "5"}, {"bits": 2, "group": 32}, True)[1] == NOT_COMPARED
     assert differences(stated, {"bits": 2, "group": 32}, None)[1] == NOT_COMPARED
-    told, match = differences({"group": "unstated"}, {"group": 32}, True)
-    assert told == ["group: not stated there"] and match == AS_STATED
+    notes, match = differences({"group": "unstated"}, {"group": 32}, True)
+    assert notes == ["group: not stated there"] and match == AS_STATED
     for odd in ("\x1b[2J" + "x" * 999, 10**400):  # of a folder that may be anybody's
-        (told,), match = differences({"group": "32"}, {"group": odd}, True)
-        assert told.isprintable() and len(told) < 200 and match == OTHER_PROTOCOL
+        (notes,), match = differences({"group": "32"}, {"group": odd}, True)
+        assert notes.isprintable() and len(notes) < 200 and match == OTHER_PROTOCOL

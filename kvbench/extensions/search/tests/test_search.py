@@ -23,8 +23,8 @@ optuna = pytest.importorskip("optuna")
 
 def settings(folder, *words):
     """The settings of the command, as the command line composes them, with the graded task."""
-    asked = ["search.trials=12", "search.tuning_samples=4", "search.held_out_samples=14", "search.resamples=199"]
-    cfg = compose_command("search", [f"results_dir={folder}", "search.methods=diffkv", *asked, *words])
+    fixed = ["search.trials=12", "search.tuning_samples=4", "search.held_out_samples=14", "search.resamples=199"]
+    cfg = compose_command("search", [f"results_dir={folder}", "search.methods=diffkv", *fixed, *words])
     OmegaConf.set_struct(cfg, False)
     cfg.pop("_target_")
     cfg.task = {"name": "graded"}
@@ -48,7 +48,7 @@ def smaller(alpha_h, alpha_l):
 
 
 @pytest.mark.smoke
-def test_a_better_point_is_found_and_proven_on_other_samples(tmp_path, capsys):
+def test_a_better_point_is_chosen_and_proven_on_other_samples(tmp_path, capsys):
     """Settings that beat the shipped ones are named; the verdict's samples took no part in the search."""
     rng = random.Random(0)
     bench = Bench(lambda *alphas: gentle(*alphas) * rng.uniform(0.5, 1.5), smaller)
@@ -58,12 +58,12 @@ def test_a_better_point_is_found_and_proven_on_other_samples(tmp_path, capsys):
         " ".join(out.split())
     )
     assert all(len(line) <= 80 for line in out.splitlines() if not line.startswith("/"))
-    found = document(tmp_path)
-    assert len(found["tried"]) <= 12 and found["by_hand"] == "shipped settings"
-    assert any(re.match("beyond: .* where diffkv holds 70.0 %; it loses ", line) for line in found["verdict"])
+    content = document(tmp_path)
+    assert len(content["tried"]) <= 12 and content["by_hand"] == "shipped settings"
+    assert any(re.match("beyond: .* where diffkv holds 70.0 %; it loses ", line) for line in content["verdict"])
     full = [name for alpha_h, _, name in bench.answered if alpha_h is None]
     assert len(full) == len(set(full)) == 8 + 28, "the two sets of samples have none in common"
-    for point in found["tried"]:
+    for point in content["tried"]:
         alpha_h, alpha_l = (point["settings"][name] for name in ("alpha_h", "alpha_l"))
         assert point["bytes_ratio"] == pytest.approx(smaller(alpha_h, alpha_l) / 1000)
         assert point["loss"]["value"] == pytest.approx(gentle(alpha_h, alpha_l), rel=0.4, abs=0.005)
@@ -120,9 +120,12 @@ def test_settings_made_by_hand_are_those_of_the_stored_runs(tmp_path):
         rule = SimpleNamespace(criterion="nll")
         return SimpleNamespace(plan=SimpleNamespace(rule=rule), cfg=SimpleNamespace(by_hand=most), space=[])
 
-    found, origin = by_hand(tmp_path, "toy", "tiny", wanted(2))
+    by_hand_settings, origin = by_hand(tmp_path, "toy", "tiny", wanted(2))
     assert origin == "stored runs"
-    assert [(item.method, item.settings.get("budget", 0.25)) for item in found] == [("snapkv", 0.25), ("snapkv", 0.5)]
+    assert [(item.method, item.settings.get("budget", 0.25)) for item in by_hand_settings] == [
+        ("snapkv", 0.25),
+        ("snapkv", 0.5),
+    ]
     assert len(by_hand(tmp_path, "toy", "tiny", wanted(9))[0]) == 3
 
 

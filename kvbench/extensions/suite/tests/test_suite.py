@@ -23,16 +23,16 @@ def jobs_of(*words, others=()):
 
 
 def test_a_suite_is_every_task_with_every_method(small):
-    """Task by task; a line's values are combined, and a line's word is put in place of the same word of all."""
-    found = jobs_of()
+    """Task by task; a line's values are combined, and a line's word is put instead of the same word of all."""
+    jobs = jobs_of()
     methods = ["method=full", "method=snapkv method.ratio=0.5", "method=snapkv method.ratio=0.25", "method=kivi"]
-    assert found[:4] == [f"seed=3 limit=9 task=longctx {method} results_dir=r" for method in methods]
-    assert found[4:] == [
+    assert jobs[:4] == [f"seed=3 limit=9 task=longctx {method} results_dir=r" for method in methods]
+    assert jobs[4:] == [
         f"seed=3 limit=6 task=longbench protocol.temperature=0.5 {method} results_dir=r" for method in methods
     ]
 
 
-def test_the_users_words_stand_in_place_of_the_suites(small):
+def test_the_users_words_replace_the_suites(small):
     """A setting, data for the tasks that read data, and a choice among tasks and methods; others come by name or as a
     line."""
     assert jobs_of(
@@ -41,8 +41,8 @@ def test_the_users_words_stand_in_place_of_the_suites(small):
     assert jobs_of("data_dir=/my data", "tasks=longbench", "methods=[kivi]") == [
         "seed=3 limit=6 task=longbench protocol.temperature=0.5 task.data_dir='/my data' method=kivi results_dir=r"
     ]
-    found = jobs_of("tasks=longctx", "methods=[snap*,diffkv,'method=kivi method.ratio=0.5,0.75',snapkv]")
-    assert [shlex.split(job)[3:-1] for job in found] == [
+    jobs = jobs_of("tasks=longctx", "methods=[snap*,diffkv,'method=kivi method.ratio=0.5,0.75',snapkv]")
+    assert [shlex.split(job)[3:-1] for job in jobs] == [
         ["method=snapkv", "method.ratio=0.5"],
         ["method=snapkv", "method.ratio=0.25"],
         ["method=diffkv"],
@@ -53,7 +53,7 @@ def test_the_users_words_stand_in_place_of_the_suites(small):
 
 @pytest.mark.long  # eight runs and two pages
 @pytest.mark.smoke
-def test_it_says_what_is_ahead_and_ends_in_a_page(small, capsys):
+def test_it_shows_a_preflight_and_ends_in_a_page(small, capsys):
     """Answers, time, memory and disk of each task and of all; one page with every method in both tasks. Given again, it
     computes nothing, and the sweep knows its command."""
     assert main(["suite=small", "seed=4"]) == 0
@@ -67,8 +67,8 @@ def test_it_says_what_is_ahead_and_ends_in_a_page(small, capsys):
     assert "small: Two tasks, four runs each." in page and "All tasks with tiny" in page
     assert page.count('<th scope="row">snapkv ratio=0.25</th>') >= 3
     assert main(["suite", "suite=small", "seed=4"]) == 0
-    again = capsys.readouterr().err
-    assert "36 answers, 36 of them there; at most 0 s" in again and "already there" in again
+    second = capsys.readouterr().err
+    assert "36 answers, 36 of them there; at most 0 s" in second and "already there" in second
     newest = sweeps(Path("results/small"))[-1].record()
     assert newest.command == "kvbench suite suite=small seed=4" and len(newest.jobs) == 8
     assert newest.jobs[5] == "task=longbench snapkv ratio=0.5", "what always goes with a task is not said"
@@ -151,13 +151,13 @@ def test_the_suites_that_kvbench_ships():
     seen = set()
     for name in files.options("suite"):
         cfg = compose_command("suite", [f"suite={name}", "allow_code_execution=true", f"results_dir=results/{name}"])
-        found = suite.find(name)
-        jobs = suite.jobs(found, cfg, [])
+        known = suite.find(name)
+        jobs = suite.jobs(known, cfg, [])
         assert len({tuple(job) for job in jobs}) == len(jobs) > 5
         assert jobs[0][-2] == "method=full"
-        for words in suite._tasks(found, cfg):
-            compose([*shlex.split(found.every), *words])
-        for words in suite._methods(found, cfg):
+        for words in suite._tasks(known, cfg):
+            compose([*shlex.split(known.every), *words])
+        for words in suite._methods(known, cfg):
             if (line := tuple(word.partition("=")[0] if "." in word else word for word in words)) not in seen:
                 make_policy(compose(words).method)
             seen.add(line)
@@ -168,8 +168,8 @@ def test_a_folder_of_data_goes_to_tasks_that_read_it(tmp_path, capsys):
     cannot do without its data is."""
 
     def folders(*lines):
-        found = suite.Suite(every="seed=0", tasks=lines, methods=("method=full",))
-        jobs = suite.jobs(found, compose_command("suite", ["suite=quick", f"data_dir={tmp_path}"]), ())
+        known = suite.Suite(every="seed=0", tasks=lines, methods=("method=full",))
+        jobs = suite.jobs(known, compose_command("suite", ["suite=quick", f"data_dir={tmp_path}"]), ())
         return [f"task.data_dir={tmp_path}" in job for job in jobs]
 
     lines = ("task=ruler", "task=needle", "task=instructions", "task=longbench", "task=longctx")

@@ -32,14 +32,14 @@ def wandb(monkeypatch):
 def test_a_tracker_gets_settings_numbers_and_every_answer(tmp_path, wandb):
     """From the record and the journal, under an id that is the run's hash: handed on again, it is the same one."""
     done = run_fake(tmp_path, tracker="wandb")
-    (told,) = wandb.made
-    assert told.said["id"] == done.record.hash[:32] and told.said["config"]["method.ratio"] == 0.5 and told.ended
-    assert [step["sample.score"] for step in told.steps] == [item["scores"]["exact"] for item in done.samples]
-    assert told.summary["metrics.exact"] == done.record.metrics["exact"].value
-    assert told.summary["ledger.resident_ratio"] == pytest.approx(done.record.ledger["resident_ratio"])
-    assert told.summary["status"] == "complete"
+    (logged,) = wandb.made
+    assert logged.said["id"] == done.record.hash[:32] and logged.said["config"]["method.ratio"] == 0.5 and logged.ended
+    assert [step["sample.score"] for step in logged.steps] == [item["scores"]["exact"] for item in done.samples]
+    assert logged.summary["metrics.exact"] == done.record.metrics["exact"].value
+    assert logged.summary["ledger.resident_ratio"] == pytest.approx(done.record.ledger["resident_ratio"])
+    assert logged.summary["status"] == "complete"
     run_fake(tmp_path, tracker="wandb")
-    assert wandb.made[1].said["id"] == told.said["id"] and wandb.made[1].steps == told.steps
+    assert wandb.made[1].said["id"] == logged.said["id"] and wandb.made[1].steps == logged.steps
     assert run_fake(tmp_path).folder == done.folder, "a tracker is no part of what a run is"
 
 
@@ -56,7 +56,7 @@ def test_a_tracker_that_fails_loses_nothing(tmp_path, wandb, monkeypatch):
     assert any("tracker=wandb failed (ConnectionError: no route); the run is kept" in line for line in said)
 
 
-def test_mlflow_is_told_the_same(tmp_path, monkeypatch):
+def test_mlflow_gets_the_same(tmp_path, monkeypatch):
     """Settings once, numbers and steps each time, into the run that has the hash as its tag."""
     calls, runs = [], []
     module = ModuleType("mlflow")
@@ -94,11 +94,11 @@ def test_tensorboard_can_be_read_back(tmp_path):
 
     for _ in range(2):  # the second time replaces the first
         done = run_fake(tmp_path, tracker="tensorboard")
-    found = EventAccumulator(str(done.folder / "tensorboard"), size_guidance={"scalars": 0})
-    found.Reload()
-    scores = [event.value for event in found.Scalars("sample/score")]
+    events = EventAccumulator(str(done.folder / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    scores = [event.value for event in events.Scalars("sample/score")]
     assert scores == [item["scores"]["exact"] for item in done.samples]
-    (whole,) = found.Scalars("metrics/exact")
+    (whole,) = events.Scalars("metrics/exact")
     assert whole.value == pytest.approx(done.record.metrics["exact"].value)
 
 

@@ -64,9 +64,9 @@ def test_a_run_that_cannot_be_drawn_takes_no_other_with_it(runs):
         for record in records:
             change(record)
         path.write_bytes(b"".join(write_line(record, run) for record in records))
-    found = drawing(runs)
-    assert leaving(found) == before
-    assert "elsewhere is not drawn: it has no sample of the others'" in found.notes
+    drawn = drawing(runs)
+    assert leaving(drawn) == before
+    assert "elsewhere is not drawn: it has no sample of the others'" in drawn.notes
 
 
 def drawing(root, *words, width=None):
@@ -75,57 +75,57 @@ def drawing(root, *words, width=None):
     return drawing_of(group, width)
 
 
-def leaving(found):
+def leaving(drawn):
     """Label -> where the run leaves the noise."""
-    return {curve.run.label: curve.leaves for curve in found.curves}
+    return {curve.run.label: curve.leaves for curve in drawn.curves}
 
 
 def test_bins_and_where_methods_leave_the_noise(runs) -> None:
     """Bins are a power of two, at most sixteen; a method that comes back does not leave for good, and neither does one
     whose interval reaches down to the noise."""
-    found = drawing(runs)
-    assert (found.width, found.num_samples, found.axis, found.judged) == (16, ITEMS, "tokens of the answer", True)
-    assert leaving(found) == {"full": None, "h2o": 64, "kivi": None, "tova": None}
-    full, h2o, *_ = found.curves
+    drawn = drawing(runs)
+    assert (drawn.width, drawn.num_samples, drawn.axis, drawn.judged) == (16, ITEMS, "tokens of the answer", True)
+    assert leaving(drawn) == {"full": None, "h2o": 64, "kivi": None, "tova": None}
+    full, h2o, *_ = drawn.curves
     assert list(full.bins) == list(range(0, LENGTH, 16))
     assert full.bins[0]["kl"].value == pytest.approx(5e-5)  # the first token is no part of it
     assert h2o.bins[64]["kl"].value == pytest.approx(0.44)
-    assert set(found.band.values()) == {0.0025}
+    assert set(drawn.band.values()) == {0.0025}
 
 
 def test_the_band_is_what_the_full_cache_does(runs) -> None:
     """The band is the full cache's own upper end, if that is above the tolerance."""
     shutil.rmtree(runs / "drift" / "tiny" / "full")
     put(runs, "full", lambda s, t: 0.4 + 0.02 * s if t >= 64 else noise(s, t), ratio=1.0, tiers=(100,))
-    found = drawing(runs, "methods=h2o")
-    assert found.band[0] == 0.0025 and 0.48 < found.band[64] < 0.56
-    assert leaving(found)["h2o"] is None  # it has the same 0.44
+    drawn = drawing(runs, "methods=h2o")
+    assert drawn.band[0] == 0.0025 and 0.48 < drawn.band[64] < 0.56
+    assert leaving(drawn)["h2o"] is None  # it has the same 0.44
 
 
 def test_too_few_samples_are_not_judged(tmp_path) -> None:
     """Seven answers have no interval, so nothing is said of where a method leaves."""
     put(tmp_path, "full", noise, items=7)
     put(tmp_path, "h2o", lambda s, t: 1.0 + s, items=7)
-    found = drawing(tmp_path)
-    assert not found.judged and leaving(found)["h2o"] is None
+    drawn = drawing(tmp_path)
+    assert not drawn.judged and leaving(drawn)["h2o"] is None
 
 
 def test_streams_count_tokens_seen(tmp_path) -> None:
     """The prompt's tokens come before the first forced one; bins begin at multiples of their width."""
     for method in ("full", "h2o"):
         put(tmp_path, method, noise, meta={"index": 0, "seen": 40})
-    found = drawing(tmp_path, width=64)
-    assert found.axis == "tokens seen"
-    assert list(found.band) == list(found.curves[0].bins) == [0, 64, 128]
+    drawn = drawing(tmp_path, width=64)
+    assert drawn.axis == "tokens seen"
+    assert list(drawn.band) == list(drawn.curves[0].bins) == [0, 64, 128]
 
 
 def test_a_sample_that_one_run_lacks_is_drawn_for_none(runs) -> None:
     """Curves are compared by eye, so all are over the same samples; a run without numbers of tokens is not drawn."""
     put(runs, "snapkv", noise, statuses={2: "oom"})
     store(runs, "int4", {"text": [0.0] * ITEMS}, task="drift")
-    found = drawing(runs)
-    assert found.num_samples == ITEMS - 1 and "int4" not in leaving(found)
-    assert any("drawn from the 8 of 9 samples" in note for note in found.notes)
+    drawn = drawing(runs)
+    assert drawn.num_samples == ITEMS - 1 and "int4" not in leaving(drawn)
+    assert any("drawn from the 8 of 9 samples" in note for note in drawn.notes)
 
 
 @pytest.mark.smoke
@@ -138,8 +138,8 @@ def test_command_writes_pictures_and_csv(runs, capsys) -> None:
     assert {name.rpartition(".")[2] for name in before} == {"csv", "png", "svg"}
     rows = list(csv.DictReader((runs / "drift" / "drift.csv").read_text().splitlines()))
     assert len(rows) == 4 * 9 * 3 and {row["leaves_at"] for row in rows if row["run"] == "h2o"} == {"65"}
-    (found,) = (row for row in rows if (row["run"], row["metric"], row["first_token"]) == ("h2o", "nll", "65"))
-    assert float(found["value"]) == pytest.approx(1.44) and float(found["low"]) < 1.44 < float(found["high"])
+    (row_65,) = (row for row in rows if (row["run"], row["metric"], row["first_token"]) == ("h2o", "nll", "65"))
+    assert float(row_65["value"]) == pytest.approx(1.44) and float(row_65["low"]) < 1.44 < float(row_65["high"])
     assert main(["drift", f"results_dir={runs}", "kinds=[svg]"]) == 0
     assert before == {path.name: path.read_bytes() for path in (runs / "drift").glob("drift*.*")}
     assert not any(b"mathdefault" in content for name, content in before.items() if name.endswith(".svg"))
@@ -149,10 +149,10 @@ def test_wide_intervals_do_not_press_the_curves_flat(tmp_path) -> None:
     """One answer of nine that is lost gives intervals over hundreds of decades; the curves keep most of the picture."""
     put(tmp_path, "full", noise, ratio=1.0, tiers=(100,))
     put(tmp_path, "tova", lambda s, t: 40.0 if s == 3 and t >= 96 else 0.1 + 0.01 * s)
-    found = drawing(tmp_path)
-    ends = [values["nll"].ends for curve in found.curves for values in curve.bins.values()]
+    drawn = drawing(tmp_path)
+    ends = [values["nll"].ends for curve in drawn.curves for values in curve.bins.values()]
     assert max(high for low, high in filter(None, ends)) > 10
-    kl, _, perplexity = drift.figure(found).axes
+    kl, _, perplexity = drift.figure(drawn).axes
     for axes in (kl, perplexity):
         tallest = max(max(line.get_ydata()) for line in axes.lines)
         assert tallest < axes.get_ylim()[1] <= 1e2 * tallest

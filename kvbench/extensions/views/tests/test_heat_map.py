@@ -41,23 +41,25 @@ def panels(root, *words):
 
 def test_cells_and_differences(runs) -> None:
     """Every cell has the values of its own samples, and their differences to the full cache."""
-    found = panels(runs)
-    assert found.runs == ["full", "kivi", "snapkv"] and len(found.samples) == 3 * 12
-    assert list(found.grid("full").index) == [0, 50, 100] and list(found.grid("full").columns) == [512, 1024]
-    assert found.grid("full").to_numpy().tolist() == [[1.0, 1.0], [1.0, 0.0], [1.0, 1.0]]
-    assert found.grid("full", "difference").isna().all(axis=None)
-    assert found.grid("snapkv").to_numpy().tolist() == [[0.0, 0.0], [0.5, 0.5], [1.0, 1.0]]
-    assert found.grid("snapkv", "difference").to_numpy().tolist() == [[-1.0, -1.0], [-0.5, 0.5], [0.0, 0.0]]
+    drawn = panels(runs)
+    assert drawn.runs == ["full", "kivi", "snapkv"] and len(drawn.samples) == 3 * 12
+    assert list(drawn.grid("full").index) == [0, 50, 100] and list(drawn.grid("full").columns) == [512, 1024]
+    assert drawn.grid("full").to_numpy().tolist() == [[1.0, 1.0], [1.0, 0.0], [1.0, 1.0]]
+    assert drawn.grid("full", "difference").isna().all(axis=None)
+    assert drawn.grid("snapkv").to_numpy().tolist() == [[0.0, 0.0], [0.5, 0.5], [1.0, 1.0]]
+    assert drawn.grid("snapkv", "difference").to_numpy().tolist() == [[-1.0, -1.0], [-0.5, 0.5], [0.0, 0.0]]
 
 
 def test_a_sample_that_one_run_lacks_is_drawn_for_none(runs) -> None:
     """Maps are compared by eye, so all are over the same samples; a cell without any is empty."""
     put(runs, "tova", lambda d, n, i: False, statuses={0: "oom", 1: "nan", 4: "oom"})
-    found = panels(runs)
-    assert len(found.samples) == 4 * 9 and any("9 of 12 samples that every run has" in note for note in found.notes)
-    assert found.grid("full").isna().to_numpy().tolist() == [[True, False], [False, False], [False, False]]
-    assert len(found.samples.query("run == 'full' and depth == 100 and length == 512")) == 1
-    assert drawn(lambda: figure(found), "png", STYLE).startswith(b"\x89PNG")
+    drawn_panels = panels(runs)
+    assert len(drawn_panels.samples) == 4 * 9 and any(
+        "9 of 12 samples that every run has" in note for note in drawn_panels.notes
+    )
+    assert drawn_panels.grid("full").isna().to_numpy().tolist() == [[True, False], [False, False], [False, False]]
+    assert len(drawn_panels.samples.query("run == 'full' and depth == 100 and length == 512")) == 1
+    assert drawn(lambda: figure(drawn_panels), "png", STYLE).startswith(b"\x89PNG")
 
 
 @pytest.mark.smoke

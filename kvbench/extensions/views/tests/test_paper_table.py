@@ -40,8 +40,8 @@ def spoil(scores, **lost):
     """The scores with the first right answers of some subsets wrong."""
     changed = {name: list(values) for name, values in scores.items()}
     for name, count in lost.items():
-        for place in [i for i, value in enumerate(changed[name]) if value == 1][:count]:
-            changed[name][place] = 0
+        for index in [i for i, value in enumerate(changed[name]) if value == 1][:count]:
+            changed[name][index] = 0
     return changed
 
 
@@ -79,7 +79,7 @@ def test_the_interval_is_that_of_every_other_table(bench):
     assert row.cells["lcc"].interval == pytest.approx(whole.subsets["lcc"].ends)
 
 
-def test_bold_is_the_best_and_what_cannot_be_told_from_it(bench):
+def test_bold_is_the_best_and_those_within_its_interval(bench):
     """Two of 40 lost are chance, 14 are not; the full cache is never bold, and its absence moves nothing. Each column
     is judged by its own samples."""
     assert mcnemar(2) > 0.05 > mcnemar(14)
@@ -234,10 +234,10 @@ def test_csv_is_unrounded_and_whole(bench, tmp_path):
     assert main(["table", f"results_dir={bench}", "format=csv", f"out={tmp_path / 'table.csv'}"]) == 0
     rows = list(csv.DictReader(io.StringIO((tmp_path / "table.csv").read_text())))
     assert len(rows) == 3 * 17
-    found = {(row["method"], row["column"]): row for row in rows}
-    assert float(found["kivi", "qasper"]["value"]) == pytest.approx(sum(spoil(SCORES, qasper=14)["qasper"]) / 40)
-    assert found["kivi", "narrativeqa"]["value"] == "" and found["kivi", "narrativeqa"]["n"] == "0"
-    assert found["snapkv", "average"]["best"] == "1"
+    by_cell = {(row["method"], row["column"]): row for row in rows}
+    assert float(by_cell["kivi", "qasper"]["value"]) == pytest.approx(sum(spoil(SCORES, qasper=14)["qasper"]) / 40)
+    assert by_cell["kivi", "narrativeqa"]["value"] == "" and by_cell["kivi", "narrativeqa"]["n"] == "0"
+    assert by_cell["snapkv", "average"]["best"] == "1"
 
 
 def test_incomplete_runs_are_named_or_shown(bench):
@@ -270,8 +270,8 @@ def test_scores_by_length_and_of_cut_prompts_apart(tmp_path, by, wanted):
     cfg = settings(tmp_path, f"by={by}")
     (table,) = tables_of(prompts(load_groups(cfg), tokens, cut), cfg)
     for row in table.rows:
-        found = {name: row.cells[name].value for name in table.columns if name != AVERAGE}
-        assert list(found) == list(wanted) and found == pytest.approx(wanted)
+        values = {name: row.cells[name].value for name in table.columns if name != AVERAGE}
+        assert list(values) == list(wanted) and values == pytest.approx(wanted)
         assert row.cells[AVERAGE].num_samples == 10
 
 
@@ -280,7 +280,7 @@ def test_a_benchmark_whose_prompts_are_all_whole_has_one_column(bench):
     assert list(table_of(bench, "by=cut").columns) == ["whole", AVERAGE]
 
 
-def test_seeds_of_random_stand_as_rows_of_their_own(tmp_path):
+def test_seeds_of_random_are_separate_rows(tmp_path):
     """Runs that differ in `method.seed` alone answer the same questions: one table, a row for each seed."""
     store(tmp_path, "full", SCORES, task="longbench")
     for seed in (0, 1, 2):

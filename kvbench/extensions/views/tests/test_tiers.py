@@ -18,8 +18,8 @@ def test_shares_of_each_precision(tmp_path, capsys):
     assert "toy, tiny: diffkv" in capsys.readouterr().out
     with (tmp_path / "out" / "tiers.csv").open(newline="") as file:
         rows = {row["part"]: row for row in csv.DictReader(file)}
-    found = {part: float(row["share"]) for part, row in rows.items()}
-    assert found == pytest.approx({"tier 0": 0.5, "tier 1": 0.325, "pruned": 0.175})
+    shares = {part: float(row["share"]) for part, row in rows.items()}
+    assert shares == pytest.approx({"tier 0": 0.5, "tier 1": 0.325, "pruned": 0.175})
     assert [row["n"] for row in rows.values()] == ["40"] * 3
     assert (tmp_path / "out" / "tiers.png").read_bytes().startswith(b"\x89PNG")
 

@@ -9,7 +9,7 @@ from kvbench.cli.main import main
 from kvbench.evidence import compare, pareto, report
 from kvbench.evidence.dominance import standing
 from kvbench.evidence.load import load_groups
-from kvbench.evidence.together import Total, together
+from kvbench.evidence.model_pool import Total, pool_models
 from kvbench.evidence.view import frame_of
 from kvbench.results.measures import TOTAL
 
@@ -44,7 +44,7 @@ def joined(root, command="compare", *words):
         next((word for word in words if word.startswith("together")), "together={}")
     ]
     cfg = command_settings(command, root, "resamples=200", *words)
-    (group,) = together(load_groups(cfg), cfg)
+    (group,) = pool_models(load_groups(cfg), cfg)
     return cfg, group
 
 
@@ -87,12 +87,12 @@ def test_a_smaller_model_at_equal_bytes(two) -> None:
     """The frontier is over bytes of weights and cache alone: with short caches the small model is cheaper; with many
     long ones the large model's small cache beats it at fewer bytes."""
     cfg, _ = joined(two, "pareto")
-    (panel,) = pareto.panels_of(together(load_groups(cfg), cfg), cfg)
+    (panel,) = pareto.panels_of(pool_models(load_groups(cfg), cfg), cfg)
     assert pareto.axes_of(panel, cfg) == ["total"] and len(panel.points) == 5
     places = {panel.find(key).label: place for key, place in standing(panel, "total").items()}
     assert places["small half"] == "best estimate" and "dominated" not in places["small full"]
     cfg, _ = joined(two, "pareto", "together={sequences:200}")
-    (panel,) = pareto.panels_of(together(load_groups(cfg), cfg), cfg)
+    (panel,) = pareto.panels_of(pool_models(load_groups(cfg), cfg), cfg)
     places = {panel.find(key).label: place for key, place in standing(panel, "total").items()}
     assert places["small full"] == "dominated" and places["big half budget=0.1"] == "best estimate"
     frame = frame_of(pareto.records([panel]))
@@ -116,7 +116,7 @@ def test_tables_and_reports_have_both(two, capsys) -> None:
     assert main(["table", f"results_dir={two}", "together={}"]) == 0
     assert "weights + cache, MiB" in capsys.readouterr().out
     cfg, _ = joined(two, "report")
-    ((item,), _) = report.gather(together(load_groups(cfg), cfg), cfg)
+    ((item,), _) = report.gather(pool_models(load_groups(cfg), cfg), cfg)
     assert [row["label"] for row in item["table"]["rows"]][0] == "big full" and len(item["table"]["rows"]) == 5
     assert len(item["pictures"]) == 1 and item["pictures"][0]["name"] == TOTAL.title
 

@@ -1,5 +1,6 @@
-"""The numbers that people argue with beside a score: how much longer the answers are than another run's, how many end
-in a loop, and how far the worst tokens stray from the full cache. A mean hides all three."""
+"""Answer length against another run's, share of answers that end in a loop, and worst-token distance to the full cache.
+
+A mean score hides all three."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -35,29 +36,30 @@ def mean_of(run: StoredRun | None, what: Measure) -> float | None:
     return float(strata_of(values, by_subset(values).values(), run.record.weighting).mean())
 
 
-def longer_text(found: Difference | None) -> str:
+def longer_text(difference: Difference | None) -> str:
     """The difference in tokens with its interval."""
-    if found is None:
+    if difference is None:
         return NONE
-    return f"{number(found.value, LENGTH.scale, signed=True)} {span(found.interval[0], LENGTH.scale, signed=True)}"
+    ends = span(difference.interval[0], LENGTH.scale, signed=True)
+    return f"{number(difference.value, LENGTH.scale, signed=True)} {ends}"
 
 
-def columns(found: Sequence[tuple[StoredRun | None, Difference | None]]) -> dict[str, list[str]]:
+def columns(pairs: Sequence[tuple[StoredRun | None, Difference | None]]) -> dict[str, list[str]]:
     """Heading -> the cells of all runs: bytes where models stand together, and lengths where runs have answers."""
-    totals = [number(mean_of(run, TOTAL), TOTAL.scale) for run, _ in found]
+    totals = [number(mean_of(run, TOTAL), TOTAL.scale) for run, _ in pairs]
     first = {f"{TOTAL.short},\n{TOTAL.unit}": totals} if any(text != NONE for text in totals) else {}
-    if not any(paired for _, paired in found):
+    if not any(paired for _, paired in pairs):
         return first
-    loops = [number(mean_of(run, LOOPS), LOOPS.scale) for run, _ in found]
-    return first | {LONGER: [longer_text(paired) for _, paired in found], "loops\n%": loops}
+    loops = [number(mean_of(run, LOOPS), LOOPS.scale) for run, _ in pairs]
+    return first | {LONGER: [longer_text(paired) for _, paired in pairs], "loops\n%": loops}
 
 
-def csv_cells(run: StoredRun | None, found: Difference | None) -> dict[str, Cell]:
+def csv_cells(run: StoredRun | None, difference: Difference | None) -> dict[str, Cell]:
     """The same, unrounded; bytes as such, loops as a share."""
-    low, high = (found.interval[0] if found else None) or (None, None)
+    low, high = (difference.interval[0] if difference else None) or (None, None)
     total = mean_of(run, TOTAL)
     return csv_row(total_bytes=total) | csv_row(
-        longer=found.value if found else None, longer_low=low, longer_high=high, loops=mean_of(run, LOOPS)
+        longer=difference.value if difference else None, longer_low=low, longer_high=high, loops=mean_of(run, LOOPS)
     )
 
 
@@ -66,12 +68,12 @@ def largest(run: StoredRun, what: Measure) -> float | None:
     return max(curve_of(run, what).values.values(), default=None)
 
 
-def argued_table(group: Group, found: Mapping[str, Difference | None]) -> dict[str, Any]:
+def traits_table(group: Group, differences: Mapping[str, Difference | None]) -> dict[str, Any]:
     """The table of a report: the tail, the first choices, and the answers of every run; columns that no run has are
     left out.
 
     Args:
-        found: Folder of a run -> its difference in length.
+        differences: Folder of a run -> its difference in length.
     """
 
     def mean(what: Measure) -> Callable[[StoredRun], str]:
@@ -88,7 +90,7 @@ def argued_table(group: Group, found: Mapping[str, Difference | None]) -> dict[s
         f"{DP.short}, points": mean(DP),
         f"{TOP1.short}, %": mean(TOP1),
         f"{LENGTH.short} of an answer": mean(LENGTH),
-        LONGER.replace("\n", " "): lambda run: longer_text(found.get(run.name)),
+        LONGER.replace("\n", " "): lambda run: longer_text(differences.get(run.name)),
         f"{LOOPS.short}, %": mean(LOOPS),
     }
     cells = {heading: [cell(run) for run in group.runs] for heading, cell in each.items()}
@@ -97,8 +99,8 @@ def argued_table(group: Group, found: Mapping[str, Difference | None]) -> dict[s
         "caption": "What a mean hides: the worst tokens, and what the answers are like.",
         "headings": ["run", *kept],
         "rows": [
-            {"label": run.label, "cells": [column[place] for column in kept.values()]}
-            for place, run in enumerate(group.runs)
+            {"label": run.label, "cells": [column[index] for column in kept.values()]}
+            for index, run in enumerate(group.runs)
         ],
         "legend": [
             f"{KL.short}, {DP.short} (root mean square of what the forced token's probability changed by) and "

@@ -1,4 +1,4 @@
-"""What is ahead of runs that go together: answers, seconds by a rate that is measured, bytes of memory and disk."""
+"""Preflight of a cross-run batch: number of answers, seconds at a measured rate, bytes of memory and disk."""
 
 import json
 import time
@@ -13,17 +13,17 @@ from kvbench.engine.requests import Outcome, Request
 from kvbench.results import shards
 from kvbench.results.provenance import machine
 from kvbench.results.record import RunRecord
+from kvbench.runs.cross_run_batch import needed_bytes
 from kvbench.runs.experiment import Experiment, keys_of, prepare, prepared
 from kvbench.runs.parts import Loaders
-from kvbench.runs.together import needed_bytes
 
 TRIAL_TOKENS = 16  # of an answer that is timed
 TRIAL_ROWS = 4  # answers that are timed at once, at most
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ahead:
-    """What is ahead of some runs of one task and model.
+class Preflight:
+    """Estimated work of runs of one task and model.
 
     Args:
         task: Its name.
@@ -52,24 +52,26 @@ class Ahead:
     device: str
 
 
-def look_ahead(
-    asked: Sequence[tuple[Mapping[str, Any], str]], parts: Loaders, say: Callable[[str], None] = lambda text: None
-) -> Ahead | None:
+def run_preflight(
+    run_requests: Sequence[tuple[Mapping[str, Any], str]],
+    parts: Loaders,
+    say: Callable[[str], None] = lambda text: None,
+) -> Preflight | None:
     """Prepare runs of one task, and time a few answers of the full cache to a prompt of usual length.
 
     Args:
-        asked: Configuration and name of the method of each run. One that cannot be prepared is left out; it says why
-            itself when its turn comes.
-        say: Is told of each that is left out, and why, for those who begin none.
+        run_requests: Configuration and method name of each run. A run that cannot be prepared is left out; its error
+            is raised when it is run.
+        say: Called with the reason of each run that is left out.
 
     Returns:
-        What is ahead; None where no run can be prepared.
+        The preflight; None where no run can be prepared.
     """
-    found = prepared(asked, parts, say)
-    if not found:
+    experiments = prepared(run_requests, parts, say)
+    if not experiments:
         return None
-    first, requests = found[0], found[0].task.requests
-    there = [_there(one) for one in found]
+    first, requests = experiments[0], experiments[0].task.requests
+    there = [_there(one) for one in experiments]
     per_run = len(keys_of(requests))
     open_runs = [per_run - min(count, per_run) for count in there]
     read_s, step_s, record_bytes, token_bytes = _timed(prepare(first.config.of_full(), FULL, parts), parts)
@@ -81,11 +83,11 @@ def look_ahead(
     most = fmean(lengths)
     gold = [min(len(one.gold), length) for one, length in zip(requests, lengths, strict=True) if one.gold]
     row, prompt = needed_bytes(first)
-    return Ahead(
+    return Preflight(
         task=first.task.name,
-        runs=len(found),
+        runs=len(experiments),
         samples=len(requests),
-        answers=per_run * len(found),
+        answers=per_run * len(experiments),
         there=sum(there),
         prompt_tokens=fmean(request.num_prompt_tokens for request in requests),
         usual_s=reading_s + step_s * fmean(gold) * sum(open_runs) if gold else None,
@@ -105,20 +107,22 @@ def _there(one: Experiment) -> int:
 
 
 def _timed(full: Experiment, parts: Loaders) -> tuple[float, float, float, float]:
-    """Seconds to read a token of a prompt, and to decode one of an answer; bytes of a record, and of each of its tokens
-    beside them: of a few answers to the prompt of median length, which is read once."""
+    """Time a few answers to the prompt of median length, which is read once: seconds per prompt token, seconds per
+    answer token, bytes of a record without tokens, and bytes per token."""
     requests = sorted(full.task.requests, key=lambda request: request.num_prompt_tokens)
     middle = requests[len(requests) // 2]
     tokens = min(TRIAL_TOKENS, middle.answer_tokens or TRIAL_TOKENS)  # a task of forced texts asks for no answer
-    told, at = list[Outcome](), list[float]()  # what was answered; when each prompt was begun, and each step ended
+    outcomes, at = list[Outcome](), list[float]()  # what was answered; when each prompt was begun, and each step ended
     with parts.sharing(PromptCache(needed_bytes(full)[1], keeps_queries=True)):
         engine = parts.make_engine(full.config, full.model, full.policy)
         rows = min(TRIAL_ROWS, engine.most_requests, len(requests))
         trials = [_trial(middle, f"{number}", tokens) for number in range(rows)]
-        running = engine.running(trials, on_outcome=told.append, on_step=lambda numbers: at.append(time.perf_counter()))
+        running = engine.running(
+            trials, on_outcome=outcomes.append, on_step=lambda numbers: at.append(time.perf_counter())
+        )
         for _ in running:
             at.append(time.perf_counter())
-    ok = [outcome for outcome in told if outcome.status == "ok"]
+    ok = [outcome for outcome in outcomes if outcome.status == "ok"]
     if not ok:
         return 0.0, 0.0, 0.0, 0.0
     steps = sum(outcome.timing["decode_tokens"] for outcome in ok)

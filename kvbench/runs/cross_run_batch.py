@@ -1,11 +1,11 @@
-"""Several runs of one task and model side by side: each prompt is read once, for all of them.
+"""Cross-run batch: several runs of one task and model, with one prefill of each prompt for all of them.
 
-The runs take turns, prompt by prompt: the first that comes to a prompt reads it, the others' stores are given what the
-model computed (`engine/prompt_cache.py`), and then it is dropped. The full cache, which others are compared with, goes
-first, behind runs for which no other can measure a prompt. Where no answer depends on its neighbours, steps of few rows
-are made in one pass of the model, those of several runs together (`engine/cross_run_batch.py`). What a run computes,
-and in which order, is what it does by itself; so are its records, to the bit. One run that is compared with the full
-cache is two of them.
+The runs advance in turns, prompt by prompt. The first run that reaches a prompt reads it; the other stores get the
+model's outputs from the prompt cache (`engine/prompt_cache.py`), which then drops them. The full cache, the reference
+of the others, goes first, after runs whose prompts no other run can measure. Where answers are independent of their
+neighbours in a batch, small decode steps of several runs share one model pass (`engine/cross_run_batch.py`). Each run
+computes the same, in the same order, as alone; its records are equal to the bit. A single run that is compared with the
+full cache is a batch of two.
 """
 
 import math
@@ -50,8 +50,8 @@ APART = ("method", "store", "fidelity", "reference", "tracker")  # settings that
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """A run as it was asked for; the arguments of `run_experiment`."""
+class RunRequest:
+    """Arguments of `run_experiment` for one run."""
 
     cfg: Mapping[str, Any]
     method: str
@@ -60,21 +60,21 @@ class Asked:
 
 
 def groups(cfgs: Iterable[Mapping[str, Any]]) -> list[list[int]]:
-    """Which runs can go together, by their numbers; a run that cannot is a group of its own.
+    """Group runs that can share a cross-run batch, by their numbers; a run that cannot is a group by itself.
 
     A prompt that is read in chunks is another one for every method, several processes replay none, and a shard waits
     for others.
     """
-    found: dict[object, list[int]] = {}
+    by_key: dict[object, list[int]] = {}
     for number, cfg in enumerate(cfgs):
         key: object = number
-        with suppress(ValueError):  # which its own run tells
+        with suppress(ValueError):  # raised again by the run itself
             config = RunConfig.read(cfg)
             if _can_share(config):
                 settings = config.settings()
                 key = repr([value for name, value in settings.items() if name not in APART])
-        found.setdefault(key, []).append(number)
-    return list(found.values())
+        by_key.setdefault(key, []).append(number)
+    return list(by_key.values())
 
 
 def _can_share(config: RunConfig) -> bool:
@@ -82,9 +82,9 @@ def _can_share(config: RunConfig) -> bool:
     return not (config.shard or config.prefill.chunk or config.model.get("tensor_parallel"))
 
 
-def _with_full(job: Asked) -> bool:
+def _with_full(job: RunRequest) -> bool:
     """True where a run by itself shares its prompts with the full cache that it is compared with."""
-    with suppress(ValueError):  # which the run tells
+    with suppress(ValueError):  # raised again by the run itself
         config = RunConfig.read(job.cfg)
         # prompt_cache_bytes keeps prompts for later jobs of the process, which those of a call are not.
         return config.reference == AUTO and job.method != FULL and _can_share(config) and not config.prompt_cache_bytes
@@ -99,26 +99,25 @@ def needed_bytes(experiment: Experiment) -> tuple[int, int]:
     return row, int(row * (1 + shape.num_q_heads / (2 * shape.num_kv_heads)))
 
 
-def run_together(asked: Sequence[Asked], parts: Loaders, share: Share | None = None) -> Ends:
-    """Runs of one group, and the full cache that they are compared with; gives each as soon as it has ended: one that
-    fails ends alone.
+def run_cross_batch(run_requests: Sequence[RunRequest], parts: Loaders, share: Share | None = None) -> Ends:
+    """Run one group and the full cache that it is compared with; yields each run as it ends, also one that fails.
 
-    A run that another process has, or that is asked for twice, comes by itself in the end.
+    A run that another process holds, or a duplicate, is run alone at the end.
 
     Args:
-        share: What a worker takes of them; of a group that cannot go together, of one run after the other.
+        share: Prompts that a worker takes; runs that cannot share a batch are run one after the other.
 
     Raises:
         KeyboardInterrupt: A signal stopped them; everything finished is on disk.
     """
-    alone = dict(enumerate(asked))
-    shares = len(asked) > 1 or any(map(_with_full, asked))
+    alone = dict(enumerate(run_requests))
+    shares = len(run_requests) > 1 or any(map(_with_full, run_requests))
     if shares or share:
         from kvbench.engine.prompt_cache import PromptCache
 
         prompts = PromptCache()
         with parts.sharing(prompts):
-            for number, ended in _Together(asked, parts, prompts, share, shares).run():
+            for number, ended in _CrossRunBatch(run_requests, parts, prompts, share, shares).run():
                 if share or not isinstance(ended, RunLocked):
                     del alone[number]
                     yield number, ended
@@ -129,22 +128,22 @@ def run_together(asked: Sequence[Asked], parts: Loaders, share: Share | None = N
             yield number, error
 
 
-def run_one(asked: Asked, parts: Loaders) -> Run:
+def run_one(run_request: RunRequest, parts: Loaders) -> Run:
     """Run one experiment together with the full cache on the same samples, where that is not there yet.
 
     Raises:
-        Exception: What ended it; see `run_experiment`.
+        Exception: The error that ended it; see `run_experiment`.
     """
-    ((_, ended),) = run_together([asked], parts)
+    ((_, ended),) = run_cross_batch([run_request], parts)
     if isinstance(ended, Exception):
         raise ended
     return ended
 
 
 class _Lane:
-    """A run that takes turns with others. `at` is the place of the prompt that it reads next, infinite while it waits
-    for another run; `step` the decode step that is due before; `ended` is what became of it; `number` that of the job
-    that asked, None of a reference."""
+    """A run in the rotation. `at` is the index of the prompt that it reads next, infinite while it waits for another
+    run; `step` the decode step that is due before; `ended` its outcome; `number` that of its job, None for a
+    reference."""
 
     def __init__(self, wanted: Wanted, steps: Steps, number: int | None) -> None:
         self.number, self.at = number, -math.inf
@@ -153,10 +152,10 @@ class _Lane:
         self._steps: Steps | None = steps
         self._engine: Engine | None = wanted.experiment.engine
         requests = wanted.experiment.task.requests
-        self._places = {request.sample_id: place for place, request in enumerate(requests)}
+        self._places = {request.sample_id: index for index, request in enumerate(requests)}
 
     def go(self) -> None:
-        """Read the next prompt, or take a step, and go on to what is due next."""
+        """Read the next prompt, or take a step, and advance to the next one."""
         self._go_on(None)
 
     def write(self) -> None:
@@ -191,18 +190,18 @@ class _Lane:
 
     @property
     def stores(self) -> "list[CompressedStore]":
-        """Its cache, where it stands before a prompt."""
+        """Its stores, where it is about to read a prompt."""
         waits = self.step is None and math.isfinite(self.at)
         return [self._engine.store] if self._engine is not None and waits else []
 
     def stop(self, error: BaseException) -> None:
-        """End it as if the error had been raised where it stands."""
+        """Raise an error inside it, at its current step."""
         if self._steps is not None:
             with suppress(BaseException):
                 self._steps.throw(error)
 
     def wait(self) -> Generator[None, None, Run]:
-        """Wait for its end; raises what ended it."""
+        """Wait for its end; raises the error that ended it."""
         while self.ended is None:
             yield None
         if isinstance(self.ended, Exception):
@@ -210,13 +209,24 @@ class _Lane:
         return self.ended
 
 
-class _Together:
-    """One call of `run_together`, for more runs than one unless `share` says what to take of one."""
+class _CrossRunBatch:
+    """State of one call of `run_cross_batch`; of a single run only with `share`."""
 
     def __init__(
-        self, asked: Sequence[Asked], parts: Loaders, prompts: "PromptCache", share: Share | None, shares: bool
+        self,
+        run_requests: Sequence[RunRequest],
+        parts: Loaders,
+        prompts: "PromptCache",
+        share: Share | None,
+        shares: bool,
     ) -> None:
-        self._asked, self._parts, self._prompts, self._share, self._shares = asked, parts, prompts, share, shares
+        self._run_requests, self._parts, self._prompts, self._share, self._shares = (
+            run_requests,
+            parts,
+            prompts,
+            share,
+            shares,
+        )
         self._lanes: dict[Path, _Lane] = {}  # by the folder of the run, in the order of their turns
         self._at_once, self._room_bytes = sys.maxsize, sys.maxsize
         self._rows: int | None = None  # requests of a run at once, where no answer depends on it
@@ -225,7 +235,7 @@ class _Together:
     def run(self) -> Ends:
         """Run all of them, so many at once that their caches fit into memory."""
         wanted: dict[int, Wanted] = {}
-        for number, job in enumerate(self._asked):
+        for number, job in enumerate(self._run_requests):
             try:
                 with nobody_leaves():
                     wanted[number] = plan(job.cfg, job.method, self._parts, job.say, job.origin)
@@ -248,7 +258,7 @@ class _Together:
                     yield lane.number, lane.ended
 
     def _add(self, wanted: Wanted, number: int) -> None:
-        """Make the lane of a run, behind that of the full cache which it is compared with."""
+        """Make the lane of a run, after that of its full-cache reference."""
         full = None
         if wanted.with_full:
             with nobody_leaves():
@@ -279,8 +289,8 @@ class _Together:
         experiment.engine.gives_steps = self._at_once > 1
         if self._share is not None:
             computing = self._share.compute(experiment, say=wanted.say, origin=wanted.origin, shown=self._show)
-            record, found = yield from computing
-            return Run(record=record, samples=list(found.values()), folder=experiment.folder)
+            record, samples = yield from computing
+            return Run(record=record, samples=list(samples.values()), folder=experiment.folder)
         return (
             yield from execute(
                 experiment,
@@ -299,8 +309,8 @@ class _Together:
         yield self._progress
 
     def _look_at_memory(self, experiment: Experiment) -> None:
-        """Leave half of the memory that is free to caches, of which none is taken to be smaller than the full one, and
-        to the prompt at hand: so many runs at once, and with `batch_size=auto` so many requests of each."""
+        """Set the number of concurrent runs, and with `batch_size=auto` of requests of each, so that their caches, each
+        counted as a full one, and the current prompt take half of the free memory."""
         from kvbench.kernels import memory
         from kvbench.kernels.bench import machine
 
@@ -315,7 +325,7 @@ class _Together:
         self._at_once = max(1, room // (row * rows))
 
     def _take_turns(self, lanes: list[_Lane]) -> Iterator[_Lane]:
-        """Let runs go prompt by prompt, in their order; gives each when it has ended."""
+        """Advance runs prompt by prompt, in their order; yields each when it has ended."""
         self._progress = Progress("", 0)
         try:
             yield from self._turn(lanes, lanes)  # opens them, up to the first prompt that is missing
@@ -335,7 +345,7 @@ class _Together:
             raise
 
     def _decode(self, lanes: list[_Lane]) -> Iterator[_Lane]:
-        """Make the steps that are due, until none is; gives the runs that have ended."""
+        """Make due decode steps until none is left; yields the runs that have ended."""
         from kvbench.engine.cross_run_batch import join
         from kvbench.engine.engine import AUTO_ROWS
 
@@ -346,18 +356,18 @@ class _Together:
             yield from self._ended(lanes)
 
     def _turn(self, lanes: list[_Lane], turns: Sequence[_Lane]) -> Iterator[_Lane]:
-        """Let some of the runs go on to their next prompt; gives those that have ended, and takes them out."""
+        """Advance some of the runs to their next prompt; yields and removes those that have ended."""
         turns = list(turns)
-        for place, lane in enumerate(turns):
+        for index, lane in enumerate(turns):
             for other in lanes:
                 other.write()  # or they would wait for a whole round
-            self._prompts.others = [store for other in turns[place + 1 :] for store in other.stores]
+            self._prompts.others = [store for other in turns[index + 1 :] for store in other.stores]
             if lane.ended is None:
                 lane.go()
             yield from self._ended(lanes)
 
     def _ended(self, lanes: list[_Lane]) -> Iterator[_Lane]:
-        """Take out the runs that have ended."""
+        """Remove and yield the runs that have ended."""
         for ended in [lane for lane in lanes if lane.ended is not None]:
             lanes.remove(ended)
             yield ended

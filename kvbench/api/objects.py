@@ -1,4 +1,4 @@
-"""Policies and models that the caller made already, as runs take them: with a name, and with what identifies them."""
+"""Policies and models passed as objects: adapters to the names, settings and fingerprints that runs use."""
 
 import hashlib
 import re
@@ -24,7 +24,7 @@ KIND = "given"  # model.kind of a model that was loaded by the caller
 
 
 def method_of(policy: Policy) -> tuple[str, dict[str, Any]]:
-    """The name and the settings of a method whose policy was made already.
+    """Name and settings of a method passed as a policy object.
 
     Raises:
         ValueError: Its class lies inside a function, where another process cannot import it.
@@ -52,8 +52,7 @@ def _plain(value: Any) -> Any:
 
 @contextmanager
 def shared(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase | None") -> Iterator[tuple[dict, Loaders]]:
-    """The settings of a model that the caller loaded, and the loaders of its runs; it has its attention back behind
-    the block.
+    """Model settings and loaders for a model passed as an object; its attention is restored at the end of the block.
 
     Its weights, its configuration and its tokenizer are hashed: they identify its runs.
 

@@ -65,7 +65,7 @@ def test_lists_and_help_know_own_choices(mine, capsys):
     assert "method=toy Keeps the first part of every prompt." in out
     assert "share=0.5 a number in (0, 1] What stays of the prompt." in out and "source: none, an example." in out
     assert main(["help", "toy"]) == 2
-    assert not files.own_folders()
+    assert not files.config_dirs()
 
 
 @pytest.mark.parametrize(

@@ -18,18 +18,18 @@ from kvbench.engine import cross_run_batch, hf, sessions
 from kvbench.results.journal import run_lock
 from kvbench.results.record import RunRecord
 from kvbench.runs.config import RunConfig
+from kvbench.runs.cross_run_batch import RunRequest, groups, run_cross_batch, run_one
 from kvbench.runs.experiment import prepare
 from kvbench.runs.parts import Loaders
 from kvbench.runs.run import run_experiment
 from kvbench.runs.sessions import Origin
-from kvbench.runs.together import Asked, groups, run_one, run_together
 
 SEVERAL = ["kivi", "diffkv", "h2o", "quest", "kv_compress", "ada_snapkv", "streaming_llm"]
 
 
 def asked(cfg, method, told=None):
     """A run as it is asked for."""
-    return Asked(cfg=cfg, method=method, say=(told if told is not None else []).append, origin=Origin())
+    return RunRequest(cfg=cfg, method=method, say=(told if told is not None else []).append, origin=Origin())
 
 
 def ratios(results, values, **changes):
@@ -106,7 +106,7 @@ def test_each_prompt_is_read_once_and_the_records_are_those_of_single_runs(
     with monkeypatch.context() as patch:
         patch.setattr(hf, "forward", counted)
         patch.setattr(Loaders, "sharing", noted)
-        ended = dict(run_together(jobs, parts))
+        ended = dict(run_cross_batch(jobs, parts))
     assert sorted(ended) == list(range(len(methods)))
     assert all(run.record.status == "complete" for run in ended.values())
     assert len(read) == len(ended[0].samples) and not any(held)
@@ -174,7 +174,7 @@ def test_fakes_leave_what_single_runs_leave(tmp_path):
     busy = prepare(RunConfig.read(jobs[2].cfg), "r0.25", make_parts()).folder
     ended = {}
     with run_lock(busy):
-        running = run_together(jobs, make_parts(engines=engines))
+        running = run_cross_batch(jobs, make_parts(engines=engines))
         ended.update([next(running) for _ in range(2)])
         assert sorted(ended) == [0, 1], "the full cache, and what nobody else has"
     ended.update(running)
@@ -200,7 +200,7 @@ def test_what_was_graded_is_written_while_others_have_their_turn(tmp_path, monke
         return own(self, request, *more)
 
     monkeypatch.setattr(FakeEngine, "answer", answer)
-    assert len(dict(run_together(jobs, parts))) == 3
+    assert len(dict(run_cross_batch(jobs, parts))) == 3
     assert lines[0] == 1 and len(lines) == 10
 
 
@@ -208,8 +208,8 @@ def test_runs_that_are_done_to_different_extents_go_on(tmp_path):
     """Whatever is there of each run and of the reference: only what is missing is computed, the one that is furthest
     behind goes first, and the files are those of unbroken runs."""
     values = [0.5, 0.25, 0.75]
-    dict(run_together(ratios(tmp_path / "whole", values, reference="auto"), make_parts()))
-    dict(run_together(ratios(tmp_path / "cut", values, reference="auto"), make_parts()))
+    dict(run_cross_batch(ratios(tmp_path / "whole", values, reference="auto"), make_parts()))
+    dict(run_cross_batch(ratios(tmp_path / "cut", values, reference="auto"), make_parts()))
     left = {"full": 2, "r0.5": 10, "r0.25": 0, "r0.75": 5}
     for path in (tmp_path / "cut").rglob("samples.jsonl"):
         lines = path.read_text().splitlines(keepends=True)
@@ -223,7 +223,7 @@ def test_runs_that_are_done_to_different_extents_go_on(tmp_path):
     parts = make_parts()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FakeEngine, "answer", answer)
-        dict(run_together(ratios(tmp_path / "cut", values, reference="auto"), parts))
+        dict(run_cross_batch(ratios(tmp_path / "cut", values, reference="auto"), parts))
     assert order == sorted(order, key=lambda item: (item[0], [1.0, 0.5, 0.25, 0.75].index(item[1])))
     assert [ratio for _, ratio in order].count(1.0) == 10 and [ratio for _, ratio in order].count(0.75) == 6
     assert all(ratio != 0.5 for _, ratio in order)
@@ -245,14 +245,14 @@ def test_a_failing_run_ends_alone_and_a_signal_ends_all(tmp_path):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FakeEngine, "answer", answer)
-        ended = dict(run_together(jobs, make_parts()))
+        ended = dict(run_cross_batch(jobs, make_parts()))
         assert isinstance(ended[1], ValueError) and "method.ratio=1.5" in str(ended[1])
         assert ended[2] is error[0]
         assert [ended[number].record.counts.done for number in (0, 3)] == [10, 10]
         assert RunRecord.load(next(tmp_path.glob("*/*/r0.25/*"))).status == "failed"
         answered.clear()
         error[0] = Stopped(signal.SIGTERM)
-        running = run_together(ratios(tmp_path / "cut", [0.5, 0.25, 0.75]), make_parts())
+        running = run_cross_batch(ratios(tmp_path / "cut", [0.5, 0.25, 0.75]), make_parts())
         with pytest.raises(Stopped, match="SIGTERM"):
             dict(running)
     found = {path.parent.parent.name: RunRecord.load(path.parent) for path in (tmp_path / "cut").rglob("run.json")}
@@ -263,14 +263,14 @@ def test_a_failing_run_ends_alone_and_a_signal_ends_all(tmp_path):
     }
     assert {run.message for run in found.values()} == {"stopped by SIGTERM"}
     assert all(run.sessions[0].ended and run.sessions[0].wall_s >= 0 for run in found.values())
-    ended = dict(run_together(ratios(tmp_path / "cut", [0.5, 0.25, 0.75]), make_parts()))
+    ended = dict(run_cross_batch(ratios(tmp_path / "cut", [0.5, 0.25, 0.75]), make_parts()))
     assert all(run.record.status == "complete" for run in ended.values())
 
 
 def test_answers_of_the_full_cache_are_forced_once_they_are_there(tmp_path):
     """With fidelity.on=own, runs wait for the full cache's end and then go together; they leave what single ones do."""
     own = {"reference": "auto", "fidelity__on": "own", "fidelity__max_tokens": None}
-    ended = dict(run_together(ratios(tmp_path / "together", [0.5, 0.25], **own), make_parts()))
+    ended = dict(run_cross_batch(ratios(tmp_path / "together", [0.5, 0.25], **own), make_parts()))
     assert sorted(ended) == [0, 1]
     for job in ratios(tmp_path / "single", [0.5, 0.25], **own):
         run_experiment(job.cfg, method=job.method, parts=make_parts(), say=lambda text: None)
@@ -290,16 +290,16 @@ def test_only_as_many_go_together_as_memory_holds(tmp_path, monkeypatch):
         return real(self, request, repeat, neighbours)
 
     monkeypatch.setattr(FakeEngine, "answer", answer)
-    ended = dict(run_together(ratios(tmp_path / "a", [0.5, 0.25, 0.75], reference="auto"), make_parts()))
+    ended = dict(run_cross_batch(ratios(tmp_path / "a", [0.5, 0.25, 0.75], reference="auto"), make_parts()))
     assert all(run.reference is not None for run in ended.values())
     assert order == [1.0, 0.5] * 10 + [0.25, 0.75] * 10
     order.clear()
     engines, auto = [], {"reference": "auto", "batch_size": "auto"}
-    dict(run_together(ratios(tmp_path / "b", [0.5, 0.25, 0.75], **auto), make_parts(engines=engines)))
+    dict(run_cross_batch(ratios(tmp_path / "b", [0.5, 0.25, 0.75], **auto), make_parts(engines=engines)))
     assert order == [1.0, 0.5, 0.25, 0.75] * 10 and {engine.batch_size for engine in engines if engine.seen} == {2}
     order.clear()
     engines.clear()
-    dict(run_together(ratios(tmp_path / "c", [0.5, 0.25, 0.75], **auto), make_parts(engines=engines, group=4)))
+    dict(run_cross_batch(ratios(tmp_path / "c", [0.5, 0.25, 0.75], **auto), make_parts(engines=engines, group=4)))
     assert order == [1.0, 0.5] * 10 + [0.25, 0.75] * 10 and {engine.batch_size for engine in engines} == {4}
 
 

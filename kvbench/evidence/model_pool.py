@@ -1,9 +1,9 @@
 """Runs of several models on the same questions in one group, at equal bytes of weights and cache: is a compressed cache
 on a large model worth more than a full one on a small model?
 
-Models have tokenizers of their own, so their prompts differ. What must be the same is what was asked: the task, its
-protocol but for the chat, the seed, the name of each sample and its right answers. Samples that differ in these are
-left out, and said to be.
+Models have different tokenizers, so their prompts differ. The questions must be the same: the task, its protocol except
+for the chat template, the seed, the name of each sample and its right answers. Samples that differ in these are left
+out, with a note.
 """
 
 import json
@@ -21,17 +21,17 @@ from kvbench.show.progress import format_bytes
 from kvbench.sizing.shapes import presets, size_of_weights
 
 # Of a protocol: what a model's own tokenizer and chat template decide.
-OWN = ("chat", "chat_template")
+MODEL_SETTINGS = ("chat", "chat_template")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Total:
-    """What is added up: the setting `together`."""
+    """Setting `together`: the sequences and weights whose bytes are added up."""
 
     context: int | None = None
     """Tokens of each sequence; None for those of the samples."""
     sequences: int = 1
-    """Sequences that are held at once, beside one copy of the weights."""
+    """Concurrent sequences per copy of the weights."""
     weights: Mapping[str, float] = field(default_factory=dict)
     """Model -> bytes of its weights, where they are to be other ones than the run's."""
 
@@ -40,19 +40,19 @@ class Total:
         """The setting: null, or any of the three by name; raises ValueError for others."""
         if value is None:
             return None
-        given: Any = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
-        if not isinstance(given, Mapping):
+        settings: Any = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+        if not isinstance(settings, Mapping):
             raise ValueError(
-                f"together={given} is none of its settings; write together={{}}, or for example "
+                f"together={settings} is none of its settings; write together={{}}, or for example "
                 "'together={context:32768,sequences:4,weights:{my-8b:4.5GiB}}'"
             )
-        if unknown := [name for name in given if name not in cls.__dataclass_fields__]:
+        if unknown := [name for name in settings if name not in cls.__dataclass_fields__]:
             raise unknown_name("together", unknown[0], list(cls.__dataclass_fields__))
-        context, sequences = given.get("context"), given.get("sequences", 1)
+        context, sequences = settings.get("context"), settings.get("sequences", 1)
         if context is not None:
             check_whole("together.context", context, 1)
-        given_sizes = given.get("weights") or {}
-        sizes = {str(name): size_of_weights(f"together.weights of {name}", size) for name, size in given_sizes.items()}
+        weights = settings.get("weights") or {}
+        sizes = {str(name): size_of_weights(f"together.weights of {name}", size) for name, size in weights.items()}
         return cls(context=context, sequences=check_whole("together.sequences", sequences, 1), weights=sizes)
 
     def weights_of(self, run: StoredRun) -> float | None:
@@ -73,13 +73,13 @@ class Total:
 
     @property
     def words(self) -> str:
-        """What is added to the weights, in words."""
+        """Description of the cache bytes that are added to the weights."""
         each = "a sample's cache" if self.context is None else f"the cache of {self.context} tokens"
         return f"{self.sequences} times {each}"
 
 
-def together(groups: Sequence[Group], cfg: DictConfig | Mapping) -> list[Group]:
-    """The groups, those of several models on the same questions as one each, where the setting `together` asks for it.
+def pool_models(groups: Sequence[Group], cfg: DictConfig | Mapping) -> list[Group]:
+    """Merge groups of several models on the same questions into one each, where the setting `together` is set.
 
     Raises:
         ValueError: The setting is wrong, the weights of a model are not known, or no two models were asked the same.
@@ -89,22 +89,22 @@ def together(groups: Sequence[Group], cfg: DictConfig | Mapping) -> list[Group]:
         return list(groups)
     alike: dict[str, list[Group]] = {}
     for group in groups:
-        alike.setdefault(_asked(group), []).append(group)
-    found = [_join(members, total) if len(members) > 1 else members[0] for members in alike.values()]
-    if not any(group.largest for group in found):
+        alike.setdefault(_question_key(group), []).append(group)
+    pooled = [_join(members, total) if len(members) > 1 else members[0] for members in alike.values()]
+    if not any(group.largest for group in pooled):
         titles = "; ".join(group.title for group in groups)
         raise ValueError(
             f"together: no two models were asked the same questions by the same version of the code ({titles}); run "
             "both with the same task, protocol and seed"
         )
-    return found
+    return pooled
 
 
-def _asked(group: Group) -> str:
-    """What groups of different models must share."""
+def _question_key(group: Group) -> str:
+    """Key of the questions of a group: equal for groups of different models that can be pooled."""
     run = group.runs[0]
     identity, task = run.record.identity, run.record.identity.get("task", {})
-    protocol = {key: value for key, value in task.get("protocol", {}).items() if key not in OWN}
+    protocol = {key: value for key, value in task.get("protocol", {}).items() if key not in MODEL_SETTINGS}
     parts = [group.task, protocol, identity.get("generation"), identity.get("seed"), run.version]
     return json.dumps(parts, sort_keys=True)
 
@@ -113,18 +113,18 @@ def _join(groups: Sequence[Group], total: Total) -> Group:
     """One group of several: the samples that all models have, each with the bytes of weights and cache."""
     sizes: dict[str, float] = {}
     for group in groups:
-        found = total.weights_of(group.runs[0])
-        if found is None:
+        weights = total.weights_of(group.runs[0])
+        if weights is None:
             raise ValueError(
                 f"together: the weights of {group.model} are not known; give them, as in "
                 f"'together={{weights:{{{group.model}:4.5GiB}}}}'"
             )
-        sizes[group.model] = found
+        sizes[group.model] = weights
     if len(sizes) < len(groups):
         models = ", ".join(group.title for group in groups)
         raise ValueError(f"together: several groups of one model were asked the same ({models}); choose with models=")
     answers = [_right_answers(group) for group in groups]
-    same = {key for key in set.intersection(*map(set, answers)) if len({own[key] for own in answers}) == 1}
+    same = {key for key in set.intersection(*map(set, answers)) if len({answer[key] for answer in answers}) == 1}
     if not same:
         raise ValueError(
             f"together: {' and '.join(sizes)} share no sample with the same right answers; a task whose questions "
