@@ -129,9 +129,7 @@ def _check_order(
     steps = experiment.engine.running(repeated, on_outcome=compare, sizing=experiment.task.requests)
     with closing(steps):
         for due in steps:
-            while (yield due) and isinstance(
-                due, Request
-            ):  # True flushes graded answers; the request is yielded once more
+            while (yield due) and isinstance(due, Request):  # True flushes graded answers; yielded once more
                 pass
 
 
