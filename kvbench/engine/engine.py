@@ -32,7 +32,9 @@ AUTO = "auto"
 GROUP = 4  # requests that are answered together where nobody says how many and an answer may hang on its neighbours
 FREE = "free"  # in a run's identity: rows come and go, and an answer's last bits may hang on those next to it
 GPU_ROWS = 256  # of a GPU, if memory holds them
-AUTO_ROWS = 32  # docs/performance.md has the curve: more rows make a step of a CPU's hardly cheaper per token
+AUTO_ROWS = (
+    32  # results/history/performance.md has the curve: more rows make a step of a CPU's hardly cheaper per token
+)
 
 
 def grouped(
