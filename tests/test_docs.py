@@ -135,6 +135,13 @@ def test_what_a_document_names_exists(name):
     assert not missing, f"{name} names {missing}"
 
 
+def test_files_of_the_architecture_exist():
+    """Its paths begin at `kvbench/` or at the root."""
+    paths = re.findall(r"`((?:\w+/)+\w+\.py)", (ROOT / "docs" / "architecture.md").read_text())
+    assert len(paths) > 30
+    assert not [path for path in paths if not (ROOT / path).exists() and not (ROOT / "kvbench" / path).exists()]
+
+
 GENERATED = {*(f"docs/reference/{name}.md" for name in ("methods", "settings")), "kvbench/extensions/papers/tables.md"}
 
 
