@@ -24,7 +24,7 @@ CHAPTERS = re.findall(r"### (.+?)\n(.*?)```(python)?\n(.*?)```", JOURNEYS, re.DO
 LEFT = {
     "Three methods on my own questions": (["results/custom/*/kivi/*/run.json"], ["snapkv", "h2o", "kivi"]),
     "What my engine's flags save and cost": ([], ["method=engine_format", "Bytes"]),
-    "A method of my own, beside SnapKV and random": (["results/longctx/*/toy/*/run.json"], ["passed", "toy"]),
+    "A method of my own, next to SnapKV and random": (["results/longctx/*/toy/*/run.json"], ["passed", "toy"]),
     "A table in LaTeX and a figure in PDF": (["table.tex", "figures/*.pdf"], []),
     "The same from Python": (["results/longctx/*/h2o/*/run.json"], ["method.budget"]),
     "After Ctrl-C": (["results/longctx/*/snapkv/*/run.json"], ["already there"]),
