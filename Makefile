@@ -32,11 +32,12 @@ types: ## check the types
 	$(PYTHON) -m mypy -p kvbench
 
 docs: ## write the documents that are generated from the code
-	$(PYTHON) -m kvbench.cli.method_table > docs/methods.md
+	$(PYTHON) -m kvbench.cli.method_table > docs/reference/methods.md
+	$(PYTHON) -m kvbench.cli.settings_table > docs/reference/settings.md
 	$(PYTHON) -m kvbench.extensions.papers.tables > kvbench/extensions/papers/tables.md
-	PYTHONPATH=$(CURDIR) $(PYTHON) tests/decoders.py > docs/models.md
+	PYTHONPATH=$(CURDIR) $(PYTHON) tests/decoders.py > docs/reference/models.md
 
-size: ## lines and code lines of each room of the core and of each extension
+size: ## lines and code lines of each room of the core and of each extension, and words of documents by kind
 	PYTHONPATH=$(CURDIR)/tests $(PYTHON) tests/size.py
 
 site: ## build the documents as a site with search and the Python reference, into build/site
@@ -46,7 +47,7 @@ site: ## build the documents as a site with search and the Python reference, int
 	mkdir -p build/pages/kvbench && ln -s ../../../kvbench/extensions build/pages/kvbench/extensions
 	$(PYTHON) -m mkdocs build --quiet
 
-findings: ## make the tables and pictures of docs/findings.md again from its samples (minutes)
+findings: ## make the tables and pictures of the findings again from their samples (minutes)
 	PYTHONPATH=$(CURDIR) $(PYTHON) results/example/findings.py
 	PYTHONPATH=$(CURDIR) $(PYTHON) results/example/benchmarks.py
 	PYTHONPATH=$(CURDIR) $(PYTHON) results/example/mission_report.py

@@ -113,31 +113,31 @@ def _near(value: object, known: Iterable[str]) -> str:
     return f"{did_you_mean(value, names)} Known: {', '.join(names)}."
 
 
-class AskedToLeave(RuntimeError):
+class ExitRequested(RuntimeError):
     """Code that kvbench called asked Python to end, as `sys.exit()` does; the message says who."""
 
 
 @contextmanager
-def nobody_leaves() -> Iterator[None]:
+def no_sys_exit() -> Iterator[None]:
     """Make an error of whatever asks Python to end inside the block, so that it ends a job and not the command.
 
     Ctrl-C goes through.
 
     Raises:
-        AskedToLeave: A method, a metric, a task or a library raised SystemExit, or something else that is no Exception.
+        ExitRequested: A method, metric, task or library raised SystemExit, or something else that is no Exception.
     """
     try:
         yield
     except (Exception, KeyboardInterrupt):
         raise
     except BaseException as error:
-        raise AskedToLeave(what_happened(error)) from error
+        raise ExitRequested(what_happened(error)) from error
 
 
 def what_happened(error: BaseException) -> str:
     """The exception in one sentence, with the class and the call of the code that raised it where that is none of the
     harness."""
-    if isinstance(error, AskedToLeave):
+    if isinstance(error, ExitRequested):
         return str(error)
     what = f"{type(error).__name__}: {error}".removesuffix(": ")
     if origin := raised_by(error):

@@ -1,6 +1,6 @@
 """Every causal decoder that transformers has, tiny and with random weights, and what kvbench says to it.
 
-As a program it prints docs/models.md (`make docs`).
+As a program it prints docs/reference/models.md (`make docs`).
 """
 
 import contextlib
@@ -216,7 +216,7 @@ def rows(text: str) -> Iterator[tuple[str, str, str]]:
             yield family, layers, words
 
 
-RUN = [family for family, _, words in rows((ROOT / "docs" / "models.md").read_text()) if words == "runs"]
+RUN = [family for family, _, words in rows((ROOT / "docs" / "reference" / "models.md").read_text()) if words == "runs"]
 
 
 @contextmanager

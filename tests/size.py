@@ -1,6 +1,7 @@
-"""Run as a program: lines and code lines of each room of the core and of each extension, tests apart.
+"""Run as a program: lines and code lines of each room of the core and of each extension, tests apart, and the words of
+documents by kind.
 
-Code lines are lines without docstrings, comments and blanks.
+Code lines are lines without docstrings, comments and blanks. Words are those of `wc -w`: tables and code count.
 """
 
 import ast
@@ -64,8 +65,56 @@ def sizes() -> dict[tuple[bool, str], tuple[int, int, int]]:
     return found
 
 
+# Kinds of documents: those that are meant to be read, reference that is found by search, and records of measurements.
+KINDS = ("read", "reference", "generated", "records")
+MOST_READ = 20_000
+_GENERATED = ("docs/reference/methods.md", "docs/reference/settings.md", "docs/reference/models.md")
+
+
+def kind_of(name: str) -> str:
+    """The kind of a document.
+
+    Args:
+        name: Its path in the repository.
+    """
+    if name.startswith("results/") or name == "docs/reference/results.md":
+        return "records"
+    if name in _GENERATED or name.endswith("papers/tables.md"):
+        return "generated"
+    return "reference" if name.startswith("docs/reference/") else "read"
+
+
+def words_of(name: str) -> int:
+    """Words of a document, code and tables included.
+
+    Args:
+        name: Its path in the repository.
+    """
+    return len((ROOT / name).read_text(encoding="utf-8").split())
+
+
+def documents() -> dict[str, dict[str, int]]:
+    """Words of every document, by kind."""
+    found: dict[str, dict[str, int]] = {kind: {} for kind in KINDS}
+    for pattern in ("*.md", "docs/**/*.md", "kvbench/extensions/*/*.md", "results/*/*.md"):
+        for path in sorted(ROOT.glob(pattern)):
+            name = str(path.relative_to(ROOT))
+            found[kind_of(name)][name] = words_of(name)
+    return found
+
+
+def print_documents() -> None:
+    """Print the words of documents by kind."""
+    for kind, names in documents().items():
+        bound = f" of at most {MOST_READ:,}" if kind == "read" else ""
+        print(f"\n{'documents: ' + kind:48} {'words':>8}")
+        for name, count in names.items():
+            print(f"  {name:46} {count:8,}")
+        print(f"  {'all':46} {sum(names.values()):8,}{bound}")
+
+
 def main() -> None:
-    """Print the table."""
+    """Print the tables."""
     found = sizes()
     total = [0, 0, 0]
     for extension in (False, True):
@@ -77,6 +126,7 @@ def main() -> None:
         total = [a + b for a, b in zip(total, part, strict=True)]
         print(f"  {'all':22} {part[0]:6} {part[1]:8,} {part[2]:8,}\n")
     print(f"{'core and extensions':24} {total[0]:6} {total[1]:8,} {total[2]:8,}")
+    print_documents()
 
 
 if __name__ == "__main__":

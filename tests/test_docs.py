@@ -1,4 +1,4 @@
-"""The documents: those that are generated, what the others name, and the methods of the papers' rows."""
+"""The documents: those that are generated, their lengths, links and commands, and the tables that stand in them."""
 
 import ast
 import csv
@@ -8,18 +8,19 @@ import shlex
 from functools import cache
 
 import pytest
+import size
 from hydra.utils import instantiate
 from places import ROOT, WITHOUT
 
 import kvbench
-from kvbench.cli import method_table
+from kvbench.cli import method_table, settings_table
 from kvbench.cli.commands import compose_command
 from kvbench.cli.sweeping import PLUGINS
 from kvbench.cli.words import split_command
 from kvbench.config import files as listing
 from kvbench.config.compose import compose
 from kvbench.config.methods import method_settings
-from kvbench.config.settings import read_config
+from kvbench.config.settings import as_dict, read_config
 
 pytestmark = pytest.mark.skipif(bool(WITHOUT), reason="the documents are of the core and all extensions")
 WITH_RUNS = ("suite", "paper", "offline")  # commands whose words go to their runs, but for their own settings
@@ -27,31 +28,55 @@ DOCUMENTS = [
     "README.md",
     "CONTRIBUTING.md",
     "results/gpu/README.md",
-    *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))),
+    "results/history/performance.md",
+    *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").rglob("*.md"))),
     *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "kvbench" / "extensions").glob("*/*.md"))),
 ]
+METHODS, SETTINGS = ROOT / "docs" / "reference" / "methods.md", ROOT / "docs" / "reference" / "settings.md"
 # The examples of new methods: files that a reader would write.
 EXAMPLE = {"methods/toy.py", "conf/method/toy.yaml", "methods/mylag.py", "conf/method/mylag.yaml"}
 FOLDERS = "kvbench|kernels|methods|conf|tests|docs|notebooks|results/example|results/cpu"
 
 
 def test_method_document_is_the_codes():
-    """docs/methods.md is what `make docs` writes today."""
-    assert (ROOT / "docs" / "methods.md").read_text() == method_table.render(), "run `make docs`"
+    """It is what `make docs` writes today."""
+    assert METHODS.read_text() == method_table.render(), "run `make docs`"
+
+
+def test_the_page_of_settings_is_the_codes():
+    """It is what `make docs` writes today, and has every setting of every task and protocol."""
+    text = SETTINGS.read_text()
+    assert text == settings_table.render(), "run `make docs`"
+    for group in ("task", "protocol"):
+        for name in listing.options(group):
+            part = text.split(f"\n### {name}\n")[1].split("\n### ")[0]
+            listed = as_dict(read_config(listing.path_of(group, name)))
+            for key in set(listed.get(group, listed)) - {"_target_", "defaults"}:
+                assert re.search(rf"^- `{key}=", part, re.MULTILINE), (name, key)
 
 
 @pytest.mark.parametrize("name", sorted(listing.options("method")))
 def test_every_method_is_in_the_document(name):
-    """A method has two full rows, what it keeps and where it comes from, and a section that explains every setting."""
-    text = (ROOT / "docs" / "methods.md").read_text()
-    rows = [line.split(" | ") for line in text.splitlines() if line.startswith(f"| [{name}](#{name}) |")]
-    assert [len(cells) for cells in rows] == [7, 3]
-    assert all(cell.strip("| ") for cells in rows for cell in cells)
-    part = text.split(f"\n### {name}\n")[1].split("\n### ")[0]
+    """A method has a full row, and an entry with its memory, source and differences, which explains every setting or
+    names the part that does."""
+    text = METHODS.read_text()
+    ((_, *cells),) = [line.split(" | ") for line in text.splitlines() if line.startswith(f"| [{name}](#{name}) |")]
+    assert len(cells) == 4 and all(cell.strip("| ") for cell in cells)
+    parts = {
+        re.sub(r"\s", "-", title.lower()): part
+        for title, part in re.findall(r"^##+ (.+)\n((?:(?!##).*\n)*)", text, re.MULTILINE)
+    }
+    part = parts[name]
     settings = method_settings(name)
     for key in set(settings) - {"_target_"}:
-        assert re.search(rf"^- `{key}=.*`: \S", part, re.MULTILINE), key
-    assert "\nSource: " in part and "methods.md" not in part
+        if re.search(rf"^- `{key}=[^`]*`: (?!see \[)\S", part, re.MULTILINE):
+            continue
+        (link,) = re.findall(rf"^- .*`{key}=[^`]*`.*: see \[[^]]*\]\(#([\w-]+)\)$", part, re.MULTILINE)
+        assert re.search(rf"^- `{key}(=[^`]*)?`: (?!see \[)\S", parts[link], re.MULTILINE), (key, link)
+    for word in ("Precision", "Acts", "Memory"):
+        assert re.search(rf"^- {word}: \S", part, re.MULTILINE)
+    assert re.search(r"^Source: \S", part, re.MULTILINE) and re.search(r"^Differs: \S", part, re.MULTILINE)
+    assert "methods.md" not in part
 
 
 @pytest.mark.parametrize(
@@ -82,13 +107,13 @@ def lines_of(name, code):
 
 
 def commands_in(name):
-    """Every `python -m kvbench...` command of a document's code blocks, as words; `$NAME` stands for what was set."""
+    """Every `kvbench ...` and `python -m kvbench...` of a document's code blocks, as words; `$NAME` is what was set."""
     variables = {}
     for _, line in lines_of(name, code=True):
         if set_here := re.match(r"([A-Z]+)=\"(.*)\"$", line):
             variables["$" + set_here[1]] = filled(set_here[2], variables)
-        if found := re.search(r"python -m (kvbench.*)", line):
-            yield shlex.split(filled(found[1], variables), comments=True)
+        if found := re.search(r"python -m (kvbench.*)|^(kvbench(?: .*)?)$", line):
+            yield shlex.split(filled(found[1] or found[2], variables), comments=True)
 
 
 def filled(text, variables):
@@ -110,7 +135,14 @@ def test_what_a_document_names_exists(name):
     assert not missing, f"{name} names {missing}"
 
 
-GENERATED = {"docs/methods.md", "kvbench/extensions/papers/tables.md"}
+def test_files_of_the_architecture_exist():
+    """Its paths begin at `kvbench/` or at the root."""
+    paths = re.findall(r"`((?:\w+/)+\w+\.py)", (ROOT / "docs" / "architecture.md").read_text())
+    assert len(paths) > 30
+    assert not [path for path in paths if not (ROOT / path).exists() and not (ROOT / "kvbench" / path).exists()]
+
+
+GENERATED = {*(f"docs/reference/{name}.md" for name in ("methods", "settings")), "kvbench/extensions/papers/tables.md"}
 
 
 @pytest.mark.parametrize("name", sorted({*DOCUMENTS} - GENERATED))
@@ -159,43 +191,137 @@ def composes(command, *settings):
 
 
 @pytest.mark.parametrize("group", ["method", "task"])
-@pytest.mark.parametrize("page", ["README.md", "docs/choosing.md", "docs/tasks.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/choose.md", "docs/reference/tasks.md"])
 def test_a_page_lists_every_choice(page, group):
     """The README has every method and every task by the name that is typed, and so have the tables of the pages on
     choosing and on tasks."""
-    if (page, group) in (("docs/choosing.md", "task"), ("docs/tasks.md", "method")):
+    if (page, group) in (("docs/choose.md", "task"), ("docs/reference/tasks.md", "method")):
         return
     text = (ROOT / page).read_text()
     assert {name for name in listing.options(group) if not re.search(rf"[`\[]{name}[`\]]", text)} == set()
 
 
+def rows_of(page, table):
+    """The cells of a table of a document, without its head."""
+    lines = (ROOT / page).read_text().split(f"<!-- table: {table} -->\n")[1].split("<!-- end -->")[0].splitlines()
+    return [[cell.strip().strip("`") for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines[2:]]
+
+
 def test_the_first_page_is_one_page():
-    """The README has at most 9 KB, and its results are those of the study."""
-    text = (ROOT / "README.md").read_text()
-    assert len(text.encode()) <= 9 * 1024
+    """The README has at most 9 KB, and its results are those of the study of a real model."""
+    assert len((ROOT / "README.md").read_bytes()) <= 9 * 1024
+    with (ROOT / "results" / "example" / "mission.csv").open(newline="") as file:
+        found = {row["run"]: row for row in csv.DictReader(file) if row["metric"] == "score"}
+    table = rows_of("README.md", "mission in short: humaneval_plus with qwen2.5-coder-0.5b")
+    assert len(table) > 8
+    for run, held, n, difference in table:
+        row = found[run]
+        value, low, high = (f"{100 * float(row[key]):+.1f}" for key in ("difference", "low", "high"))
+        assert row["task"] == "humaneval_plus" and held == f"{100 * float(row['bytes']):.1f}"
+        assert (float(n), difference) == (float(row["n"]), f"{value} [{low}, {high}]")
+
+
+def test_results_are_those_of_the_study():
+    """Bytes, scores and likelihoods of the embedded model, as the file of measures has them."""
     with (ROOT / "results" / "example" / "measures.csv").open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["group"].startswith("mean over")]
     found = {(row["run"].removesuffix(" tier=fp16"), row["metric"]): row for row in rows}
-
-    def difference(run, metric, scale, form):
-        value, low, high = (
-            format(scale * float(found[run, metric][key]), form) for key in ("difference", "low", "high")
-        )
-        return f"{value} [{low}, {high}]"
-
-    table = re.findall(r"^\| `([^`]+)` \| ([\d.]+) \| ([\d.]+) \| ([^|]*) \| ([^|]*) \|$", text, re.MULTILINE)
+    table = rows_of("docs/reference/results.md", "others")
     assert len(table) > 8
-    for run, held, score, by_score, by_nll in table:
-        row = found[run, "score"]
+    for run, held, nll, by_nll, _, _, score in table:
+        row, likelihood = found[run, "score"], found[run, "nll"]
         assert (held, score) == (f"{100 * float(row['resident']):.1f}", f"{100 * float(row['value']):.1f}")
-        assert row["n"] == "200"
-        assert (by_score, by_nll) == (difference(run, "score", 100, "+.1f"), difference(run, "nll", 1, "+.2f"))
+        assert row["n"] == "200" and nll == f"{float(likelihood['value']):.2f}"
+        if run != "full":
+            value, low, high = (f"{float(likelihood[key]):+.2f}" for key in ("difference", "low", "high"))
+            assert by_nll == f"{value} [{low}, {high}]"
+
+
+def test_speeds_are_those_that_a_bench_printed():
+    """Every figure with quartiles on the page on speed, and what it quotes of serving, is in the text of its folder."""
+    checked = 0
+    for line in (ROOT / "docs" / "performance.md").read_text().splitlines():
+        folders = re.findall(r"\]\(\.\./results/cpu/([\w-]+)\)", line)
+        figures = re.findall(r"[\d.]+ \[[\d.]+, [\d.]+\]", line)
+        for figure in figures:
+            texts = [(ROOT / "results" / "cpu" / name / "bench.txt").read_text() for name in folders]
+            assert any(figure in text for text in texts), (folders, figure)
+            checked += 1
+    page = " ".join((ROOT / "docs" / "performance.md").read_text().split())
+    for name in ("serve-96", "serve-peers"):
+        said = re.findall(r"[\d.]+ \([\d.]+ x\)", (ROOT / "results" / "cpu" / name / "bench.txt").read_text())
+        assert said and all(one in page or one.partition(" ")[0] in page for one in said), said
+    assert checked > 20
 
 
 def test_the_site_has_every_page():
     """Every document is in the navigation of the site, once."""
-    pages = re.findall(r"^ +- (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    pages = re.findall(r"^ +- (?:[\w ,]+: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     assert sorted(pages) == sorted({*DOCUMENTS, "CHANGELOG.md"})
+
+
+def anchors_of(path):
+    """The anchors of a document's headings."""
+    found = set()
+    for _, line in lines_of(path.relative_to(ROOT), code=False):
+        if heading := re.match(r"#+ (.*)", line):
+            text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading[1])
+            found.add(re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", text).strip().lower()))
+    return found
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_anchors_of_links_exist(name):
+    """A link to a part of a page names a heading of it."""
+    path = (ROOT / name).resolve()
+    links = re.findall(r"\]\(([^)\s#]*)#([^)\s]+)\)", "\n".join(line for _, line in lines_of(name, code=False)))
+    local = [(page, anchor) for page, anchor in links if "://" not in page]
+    missing = [
+        (page, anchor)
+        for page, anchor in local
+        if anchor not in anchors_of((path.parent / page).resolve() if page else path)
+    ]
+    assert not missing, f"{name}: {missing}"
+
+
+def test_old_pages_lead_to_new_ones(tmp_path):
+    """Each page that was moved has a page on the site that goes to an existing one, and is there no longer."""
+    source = (ROOT / "docs" / "redirects.py").read_text()
+    hook = {}
+    exec(compile(source, "redirects.py", "exec"), hook)
+    moved = hook["MOVED"]
+    old = "beyond choosing evidence extending journeys large limits measures methods models official reference".split()
+    assert {f"docs/{name}.md" for name in (*old, "statistics", "tasks", "usage")} <= moved.keys()
+    for page, target in moved.items():
+        assert not (ROOT / page).exists() and (ROOT / target).exists(), page
+    hook["on_post_build"]({"site_dir": str(tmp_path)})
+    for page, target in moved.items():
+        written = tmp_path / page.replace(".md", ".html")
+        (link,) = set(re.findall(r'(?:url=|href=")([^"]+)"', written.read_text()))
+        assert (written.parent / link).resolve() == (tmp_path / target.replace(".md", ".html")).resolve()
+
+
+# Words of pages that are read, at most; `tests/size.py` prints them.
+MOST_WORDS = {
+    "README.md": 900,
+    **{f"docs/{name}.md": 1_500 for name in ("run", "choose", "read", "python", "extend")},
+    "docs/findings.md": 1_200,
+    "docs/architecture.md": 2_000,
+}
+
+
+def test_documents_are_as_short_as_they_promise():
+    """README and each page for users, findings, architecture, the changelog of a version that is not released (3 KB),
+    and all that is meant to be read: 20,000 words."""
+    too_long = {name: count for name, most in MOST_WORDS.items() if (count := size.words_of(name)) > most}
+    assert not too_long
+    assert len((ROOT / "CHANGELOG.md").read_bytes()) <= 3 * 1024
+    by_kind = size.documents()
+    assert set(by_kind) == {*size.KINDS} and all(by_kind.values())
+    listed = [name for names in by_kind.values() for name in names]
+    assert sorted(listed) == sorted({*DOCUMENTS, "CHANGELOG.md"})
+    assert set(MOST_WORDS) <= {*by_kind["read"]} and {*by_kind["generated"]} >= GENERATED
+    assert sum(by_kind["read"].values()) <= size.MOST_READ == 20_000
 
 
 def python_in(name):

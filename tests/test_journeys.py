@@ -1,4 +1,4 @@
-"""The blocks of docs/journeys.md, each in an empty folder, as a reader types them."""
+"""The journeys of docs/run.md, each in an empty folder, as a reader types them."""
 
 import os
 import re
@@ -18,12 +18,13 @@ case "$*" in
   *) exec {sys.executable} -m kvbench "$@" ;;
 esac
 """
-CHAPTERS = re.findall(r"## (.+?)\n(.*?)```(python)?\n(.*?)```", (ROOT / "docs" / "journeys.md").read_text(), re.DOTALL)
+JOURNEYS = (ROOT / "docs" / "run.md").read_text().split("\n## Journeys\n")[1].split("\n## ")[0]
+CHAPTERS = re.findall(r"### (.+?)\n(.*?)```(python)?\n(.*?)```", JOURNEYS, re.DOTALL)
 # What is there behind a journey: files, and words of its output.
 LEFT = {
     "Three methods on my own questions": (["results/custom/*/kivi/*/run.json"], ["snapkv", "h2o", "kivi"]),
     "What my engine's flags save and cost": ([], ["method=engine_format", "Bytes"]),
-    "A method of my own, beside SnapKV and random": (["results/longctx/*/toy/*/run.json"], ["passed", "toy"]),
+    "A method of my own, next to SnapKV and random": (["results/longctx/*/toy/*/run.json"], ["passed", "toy"]),
     "A table in LaTeX and a figure in PDF": (["table.tex", "figures/*.pdf"], []),
     "The same from Python": (["results/longctx/*/h2o/*/run.json"], ["method.budget"]),
     "After Ctrl-C": (["results/longctx/*/snapkv/*/run.json"], ["already there"]),
@@ -32,8 +33,8 @@ LEFT = {
 
 
 def toy():
-    """The first method of docs/extending.md, in one file."""
-    found = re.search(r"```python\n(.*?class Toy.*?)```", (ROOT / "docs" / "extending.md").read_text(), re.DOTALL)
+    """The first method of docs/extend.md, in one file."""
+    found = re.search(r"```python\n(.*?class Toy.*?)```", (ROOT / "docs" / "extend.md").read_text(), re.DOTALL)
     return f"# lossless: share=1.0\n{found[1]}"
 
 

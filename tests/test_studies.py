@@ -1,5 +1,5 @@
 """The studies of results/example: what their scripts run, the tables that they make of it, and that the tables of
-docs/findings.md are those of the committed files, and these those of the samples."""
+the documents are those of the committed files, and these those of the samples."""
 
 import csv
 import importlib.util
@@ -149,9 +149,9 @@ def test_a_study_goes_on_past_what_cannot_be_run(tmp_path, monkeypatch, capsys):
     ["findings", *(pytest.param(name, marks=need_extension("papers")) for name in ("benchmarks", "mission_report"))],
 )
 def test_the_tables_are_those_of_the_files(name):
-    """`make findings` would leave the document as it is."""
-    text, made = (ROOT / "docs" / "findings.md").read_text(), dict(script(name).tables())
-    assert made and script("findings").put(text, made.items()) == text
+    """`make findings` would leave the documents as they are."""
+    texts, made = [path.read_text() for path in script("findings").DOCUMENTS], dict(script(name).tables())
+    assert made and script("findings").put(texts, made.items()) == texts
 
 
 @need_extension("papers")

@@ -12,7 +12,7 @@ from types import FrameType
 from typing import NoReturn
 
 from kvbench.config import files
-from kvbench.errors import AskedToLeave, raised_by, what_happened
+from kvbench.errors import ExitRequested, raised_by, what_happened
 from kvbench.show.progress import log, note
 
 EXIT_FAILED, EXIT_USAGE = 1, 2
@@ -93,7 +93,7 @@ def report(error: Exception) -> int:
     if is_fault or os.environ.get("KVBENCH_DEBUG", "") not in ("", "0"):
         traceback.print_exception(error)
         log("".join(traceback.format_exception(error)))
-    if is_fault and (theirs or isinstance(error, AskedToLeave)):
+    if is_fault and (theirs or isinstance(error, ExitRequested)):
         note(f"error: {what_happened(error)}")
         return EXIT_FAILED
     if is_fault:

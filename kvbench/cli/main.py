@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import kvbench
 from kvbench.cli import endings, texts, words
 from kvbench.config import extensions, files, garbage
-from kvbench.errors import nobody_leaves
+from kvbench.errors import no_sys_exit
 
 if TYPE_CHECKING:
     from kvbench.cli.sweeping import Listed
@@ -91,7 +91,7 @@ def _carry_out(arguments: list[str]) -> int:
     return code
 
 
-@nobody_leaves()  # lm-eval's own command line, which is none of these, may
+@no_sys_exit()  # lm-eval's own command line, which is none of these, may
 def _command(arguments: list[str]) -> int:
     width = min(shutil.get_terminal_size((WIDEST, 24)).columns, WIDEST)
     if not arguments:

@@ -1,4 +1,4 @@
-"""Writes docs/methods.md from the methods themselves: `python -m kvbench.cli.method_table > docs/methods.md`."""
+"""Writes docs/reference/methods.md from the methods themselves: `make docs` redirects its output."""
 
 import inspect
 import re
@@ -17,8 +17,10 @@ from kvbench.show.formats import markdown_table
 
 HEAD = """# Methods
 
-Generated from the code by `make docs`; a test keeps it so. Every setting can be changed from the command line:
-`method.<setting>=<value>`; the defaults below are those of `conf/method/<name>.yaml`.
+Generated from the code by `make docs`. On the command line a setting is `method.KEY=VALUE`; the defaults below are
+those of the files in `conf/method/`. `kvbench help NAME` prints every setting of a method with its range, inherited
+ones included. An entry has what the method keeps, its memory, its own settings and its differences from its source;
+what several methods inherit stands once.
 
 Memory is per KV head of one layer, in bytes: codes or 16-bit elements, scales and zeros, tracked scores and positions,
 a token's share of the bounds of its page. d is the head dim, N the prompt's tokens, T the generated ones, B the budget
@@ -146,6 +148,68 @@ def shared(kind: type[Policy]) -> dict[str, Field]:
     return {item.name: item for item in fields(kind) if item.name in names and issubclass(kind, Ranked)}
 
 
+def owners(kind: type[Policy]) -> dict[str, type]:
+    """The class whose docstring explains each setting of a method."""
+    found: dict[str, type] = {}
+    for each in reversed(kind.__mro__):
+        found |= dict.fromkeys(arguments(inspect.cleandoc(each.__doc__ or "")), each)
+    return found
+
+
+def representatives(known: dict[str, Policy]) -> dict[type, str]:
+    """For each class of methods the one whose entry explains it: the one called like its module, or the first."""
+    found: dict[type, str] = {}
+    for name, policy in known.items():
+        kind = type(policy)
+        if kind not in found or kind.__module__.endswith(f".{name}"):
+            found[kind] = name
+    return found
+
+
+def inherited(known: dict[str, Policy]) -> str:
+    """Explain once the settings that methods have from the classes of `kvbench.policy`, those that compose apart."""
+    meaning: dict[str, str] = {}
+    for name, policy in known.items():
+        kind, listed = type(policy), settings_of(name)
+        for key, owner in owners(kind).items():
+            if key in listed and is_contract(owner) and key not in shared(Scored):
+                meaning[key] = meanings(kind)[key]
+    lines = [f"- `{key}`: {text}" for key, text in sorted(meaning.items())]
+    return (
+        "## Settings of several methods\n\nAn entry that has one of these names its default.\n\n"
+        + "\n".join(lines)
+        + "\n"
+    )
+
+
+def is_contract(owner: type) -> bool:
+    """Whether a class belongs to the contract and not to a method."""
+    return owner.__module__.startswith("kvbench.policy.")
+
+
+def settings_lines(name: str, kind: type[Policy], entry_of: dict[type, str]) -> list[str]:
+    """The settings of a method: its own with their meaning, inherited ones with a link to where they are explained."""
+    owner, meaning, elsewhere, lines = owners(kind), meanings(kind), dict[str, list[str]](), []
+    for key, value in settings_of(name).items():
+        text = f"`{key}={yaml_value(value)}`"
+        whose = owner.get(key, kind)
+        if is_contract(whose):
+            link = "settings-that-compose" if key in shared(kind) else "settings-of-several-methods"
+            elsewhere.setdefault(link, []).append(text)
+        elif entry_of.get(whose, name) != name:
+            elsewhere.setdefault(entry_of[whose], []).append(text)
+        else:
+            lines.append(f"- {text}: {meaning.get(key, '')}")
+    if shared(kind):
+        elsewhere.setdefault("settings-that-compose", [])
+    if issubclass(kind, ByLayer):
+        elsewhere["precision-by-layer"] = []
+    for link, defaults in elsewhere.items():
+        what = f"[{link.replace('-', ' ')}](#{link})"
+        lines.append(f"- {' '.join(defaults)}: see {what}" if defaults else f"- and {what}")
+    return lines
+
+
 def by_layer() -> str:
     """Explain the settings that give layers a precision of their own."""
     meaning = meanings(ByLayer)
@@ -177,31 +241,44 @@ def table(head: list[str], rows: list[list[str]]) -> str:
     return markdown_table([head, *([cell.replace("|", "\\|") for cell in row] for row in rows)]) + "\n"
 
 
+def entry(name: str, policy: Policy, entry_of: dict[type, str]) -> str:
+    """All of one method.
+
+    Args:
+        name: A choice of `method`.
+        policy: The method at its defaults.
+        entry_of: Class -> the method whose entry explains it.
+    """
+    path = listing.conf_folder() / "method" / f"{name}.yaml"
+    kind, doc = type(policy), inspect.getdoc(type(policy)) or ""
+    whence = re.findall(r"^# source: (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)[0]
+    facts = {
+        "Precision": f"{', '.join(tier.name for tier in policy.tiers)}; lists per {policy.scope}",
+        "Acts": acts(policy),
+        "Ranks by": scored(policy),
+        "Memory": memory(policy),
+    }
+    about = " ".join(doc.split("\n\nArgs:")[0].split())
+    if entry_of[kind] == name:
+        end = f"Source: {whence}. {section(doc, 'Source')}\n\nDiffers: {section(doc, 'Differs')}"
+    else:
+        same = f"[{entry_of[kind]}](#{entry_of[kind]})"
+        about = f"{listing.options('method')[name]} {same} with the settings below."
+        end = f"Source: {whence}.\n\nDiffers: as {same}."
+    lines = [f"- {title}: {text}" for title, text in facts.items()]
+    return "\n".join([f"### {name}\n\n{about}\n", *lines, "", *settings_lines(name, kind, entry_of), "", f"{end}\n"])
+
+
 def render() -> str:
     """The whole document."""
-    what, whence, details = [], [], []
-    for name, summary in listing.options("method").items():
-        path = listing.conf_folder() / "method" / f"{name}.yaml"
-        policy, link = make_policy(method_settings(name)), f"[{name}](#{name})"
-        doc = inspect.getdoc(type(policy)) or ""
+    known = {name: make_policy(method_settings(name)) for name in listing.options("method")}
+    entry_of, rows = representatives(known), []
+    for name, policy in known.items():
         precision = ", ".join(tier.name for tier in policy.tiers)
-        what.append([link, summary, precision, policy.scope, acts(policy), scored(policy), memory(policy)])
-        sources = re.findall(r"^# source: (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
-        whence.append([link, sources[0], section(doc, "Differs")])
-        meaning = meanings(type(policy))
-        settings = "\n".join(
-            f"- `{key}={yaml_value(value)}`: {meaning.get(key, '')}" for key, value in settings_of(name).items()
-        )
-        text = " ".join(doc.split("\n\nArgs:")[0].split())
-        if shared(type(policy)):
-            settings += "\n- and the [settings that compose](#settings-that-compose)"
-        if issubclass(type(policy), ByLayer):
-            settings += "\n- and [precision by layer](#precision-by-layer)"
-        details.append(f"### {name}\n\n{text}\n\n{settings}\n\nSource: {section(doc, 'Source')}\n")
-    first = table(["method", "keeps", "precision", "scope", "acts", "attention statistics", "memory"], what)
-    second = table(["method", "source", "differs from it"], whence)
-    where = "## Where each comes from, and where it differs\n"
-    return "\n".join([HEAD, first, where, second, composition(), by_layer(), "## Settings\n", *details])
+        rows.append([f"[{name}](#{name})", listing.options("method")[name], precision, acts(policy), memory(policy)])
+    first = table(["method", "keeps", "precision", "acts", "memory"], rows)
+    entries = (entry(name, policy, entry_of) for name, policy in known.items())
+    return "\n".join([HEAD, first, "## Entries\n", *entries, inherited(known), composition(), by_layer()])
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from kvbench.engine.room import PromptRoom
 from kvbench.engine.rows import Sample
 from kvbench.engine.runner import Runner
 from kvbench.engine.tensor_parallel import make_runner
-from kvbench.errors import nobody_leaves
+from kvbench.errors import no_sys_exit
 from kvbench.kernels import memory
 from kvbench.kernels.bench import machine
 from kvbench.kernels.dispatch import TRITON, get_backend
@@ -32,7 +32,9 @@ AUTO = "auto"
 GROUP = 4  # requests that are answered together where nobody says how many and an answer may hang on its neighbours
 FREE = "free"  # in a run's identity: rows come and go, and an answer's last bits may hang on those next to it
 GPU_ROWS = 256  # of a GPU, if memory holds them
-AUTO_ROWS = 32  # docs/performance.md has the curve: more rows make a step of a CPU's hardly cheaper per token
+AUTO_ROWS = (
+    32  # results/history/performance.md has the curve: more rows make a step of a CPU's hardly cheaper per token
+)
 
 
 def grouped(
@@ -130,7 +132,7 @@ class Engine:
         """The text of tokens, special tokens shown."""
         return str(self.loaded.tokenizer.decode(list(ids)))
 
-    @nobody_leaves()
+    @no_sys_exit()
     def run(
         self,
         requests: Sequence[Request],

@@ -4,7 +4,7 @@ A decode step reads every matrix for a few rows of numbers, and torch's products
 fraction of the core's bandwidth. `packed` has oneDNN put each matrix once, when it is loaded, into the order that a CPU
 reads fastest. `streamed` reads the plain one once for all rows, by a kernel of kvbench's own, whose answer to a row
 does not depend on the others; norms, feed-forward layers and the three products of attention are one call each.
-docs/performance.md says what each gains. `fused` is for GPUs: layers in few launches (`fused`; docs/gpu.md).
+results/history/performance.md says what each gains. `fused` is for GPUs: layers in few launches (`fused`; docs/gpu.md).
 """
 
 import ctypes

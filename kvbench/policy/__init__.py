@@ -11,7 +11,7 @@ those here, or a small class in the method's own file, which the store runs on a
 Methods of one precision derive from `ByLayer`, with which a user may give some layers or heads another one. Methods
 that rank tokens derive from `Ranked`, which has the plan of a prompt and the settings that compose, from `Scored`, with
 which a user may evict again every so many decode steps, or from `Stepwise`, which makes room for every new token.
-docs/methods.md shows how the field's methods map onto this.
+docs/reference/methods.md shows how the field's methods map onto this.
 """
 
 from kvbench.errors import NotForModel

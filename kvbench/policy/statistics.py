@@ -194,7 +194,7 @@ class Statistic(ABC):
         extremes: Where its numbers and not their order decide what is held: the smallest and the largest one, for
             projections of bytes without data.
         requires: What fields of its ScoreSpec have to be, where it does not go with everything.
-        words: What it is, for docs/methods.md.
+        words: What it is, for docs/reference/methods.md.
     """
 
     needs: ClassVar[frozenset[Need]] = frozenset()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvbench.config.files import FULL
 from kvbench.engine.requests import Request
-from kvbench.errors import nobody_leaves
+from kvbench.errors import no_sys_exit
 from kvbench.results.journal import RunLocked
 from kvbench.runs.config import AUTO, RunConfig
 from kvbench.runs.experiment import Experiment, prepare
@@ -167,7 +167,7 @@ class _Lane:
         assert self._steps is not None, "it has not ended"
         self.step = None
         try:
-            with nobody_leaves():
+            with no_sys_exit():
                 due = self._steps.send(only_write)
             if isinstance(due, Request | None):
                 self.at = math.inf if due is None else self._places[due.sample_id]
@@ -237,7 +237,7 @@ class _CrossRunBatch:
         wanted: dict[int, Wanted] = {}
         for number, job in enumerate(self._run_requests):
             try:
-                with nobody_leaves():
+                with no_sys_exit():
                     wanted[number] = plan(job.cfg, job.method, self._parts, job.say, job.origin)
             except Exception as error:
                 yield number, error
@@ -261,7 +261,7 @@ class _CrossRunBatch:
         """Make the lane of a run, after that of its full-cache reference."""
         full = None
         if wanted.with_full:
-            with nobody_leaves():
+            with no_sys_exit():
                 experiment = prepare(wanted.config.of_full(), FULL, self._parts)
             reference = replace(wanted, method=FULL, experiment=experiment)
             steps = self._execute(reference, experiment, resume=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvbench.config import code
-from kvbench.errors import nobody_leaves
+from kvbench.errors import no_sys_exit
 from kvbench.kernels.dispatch import TRITON
 from kvbench.results import identity, provenance
 from kvbench.results.record import CHUNK_LABEL
@@ -137,7 +137,7 @@ def load_task(
     return task if chunk is None else dataclasses.replace(task, protocol={**task.protocol, CHUNK_LABEL: chunk})
 
 
-@nobody_leaves()  # also where no run is made, as for lm-eval
+@no_sys_exit()  # also where no run is made, as for lm-eval
 def load_method(
     config: RunConfig, parts: Loaders, say: Callable[[str], None]
 ) -> "tuple[RunConfig, Policy, LoadedModel]":

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from kvbench.config import extensions
 from kvbench.config.files import FULL
-from kvbench.errors import nobody_leaves
+from kvbench.errors import no_sys_exit
 from kvbench.results import shards, summary
 from kvbench.results.journal import Journal, run_lock
 from kvbench.results.record import Counts, RunRecord, now
@@ -272,7 +272,7 @@ def execute(
         return Run(record=record, samples=records, folder=folder, reference=against)
 
 
-@nobody_leaves()
+@no_sys_exit()
 def run_experiment(
     cfg: Mapping[str, Any] | RunConfig,
     *,

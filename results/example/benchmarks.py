@@ -1,4 +1,4 @@
-"""Packs the runs of the study on real benchmarks, and makes its tables and pictures in docs/findings.md of them.
+"""Packs the runs of the study on real benchmarks, and makes its tables and pictures in the documents of them.
 
     python results/example/benchmarks.py pack FOLDER   # the complete runs below FOLDER, into results/example/benchmarks
     python results/example/benchmarks.py [PART ...]    # `make findings` does this
@@ -19,7 +19,7 @@ from typing import Any
 
 import pandas as pd
 import yaml
-from findings import DOCUMENT, HERE, Row, markdown, picture, put, read, run, write
+from findings import HERE, Row, markdown, picture, read, renew, run, write
 from findings import STUDY as SMALL
 
 from kvbench.cli.commands import compose_command
@@ -212,7 +212,7 @@ LONGER, CORRELATION = ("longer", "longer_low", "longer_high"), ("correlation", "
 def tables() -> Iterator[tuple[str, str]]:
     """Name and text of every table of the chapter."""
     every = sorted(rows_of("benchmarks"), key=lambda row: (row["task"], row["model"]))
-    made, printed, answers, beside = [], [], [], []
+    made, printed, beside, columns = [], [], [], {}
     for (task, model), group in groupby(every, key=lambda row: (row["task"], row["model"])):
         by_run: dict[str, dict[str, Row]] = {}
         for row in group:
@@ -223,7 +223,7 @@ def tables() -> Iterator[tuple[str, str]]:
         yield f"{task} with {model}", markdown(headings.split("|"), map(_line, runs))
         full = by_run["full"]["score"]
         scores = [own["score"] for own in runs]
-        answers.append([f"{task} with {model} (n={full['n']})", *_answer(scores)])
+        columns[f"{task}, {model} (n={full['n']})"] = {row["run"]: _in_short(row) for row in scores}
         beside += sorted(_beside_papers(task, model, scores), key=lambda cells: cells[3])
         commits = ", ".join(sorted({own["score"]["commit"][:8] for own in runs}))
         made.append([task, model, str(len(runs)), full["n"], commits, full["machine"], full["date"]])
@@ -233,8 +233,9 @@ def tables() -> Iterator[tuple[str, str]]:
             cells = [task, model, f"{100 * share:.1f} ({problems} problems)", f"{shown(full, VALUE)} ({full['n']})"]
             printed.append([*cells, "yes" if inside else "no"])
     if made:
-        headings = f"benchmark|less than {100 * LITTLE:g} points lost|open|worse"
-        yield "answer", markdown(headings.split("|"), answers)
+        runs = sorted({run for cells in columns.values() for run in cells} - {"full"})
+        lines = ([f"`{run}`", *(cells.get(run, "") for cells in columns.values())] for run in runs)
+        yield "benchmarks in short", markdown(["setting", *columns], lines)
         yield "runs", markdown("task|model|runs|n|commit|machine|date".split("|"), made)
         headings = "task|model|printed, %|full cache here, % [95 %]|printed lies in the interval"
         yield "printed", markdown(headings.split("|"), printed)
@@ -245,15 +246,14 @@ def tables() -> Iterator[tuple[str, str]]:
         yield "across", markdown(headings.split("|"), _orders())
 
 
-def _answer(scores: list[Row]) -> list[str]:
-    """Runs by what is shown of them, those of the fewest bytes first, each with its bytes and its difference."""
-    found: dict[bool | None, list[str]] = {True: [], None: [], False: []}
-    for row in scores:
-        if row["low"]:
-            kind = True if float(row["low"]) > -LITTLE else False if row["verdict"] == "worse" else None
-            loss = f"{100 * float(row['difference']):+.1f}"
-            found[kind].append(f"`{row['run']}` ({100 * float(row['resident']):.0f} %: {loss})")
-    return [", ".join(own) for own in found.values()]
+def _in_short(row: Row) -> str:
+    """A run's bytes, its difference to the full cache, and its verdict where it has one."""
+    if not row["low"]:
+        return ""
+    text = f"{100 * float(row['resident']):.0f} %: {shown(row, DIFFERENCE, form='+.1f')}"
+    if row["verdict"] == "worse":
+        return f"{text}, worse"
+    return f"{text}, above -{100 * LITTLE:g}" if float(row["low"]) > -LITTLE else text
 
 
 def _beside_papers(task: str, model: str, scores: list[Row]) -> Iterator[list[str]]:
@@ -311,4 +311,4 @@ if __name__ == "__main__":
     for part in sys.argv[1:] or (PARTS if STUDY.is_dir() else ()):
         with tempfile.TemporaryDirectory() as name:
             PARTS[part](Path(name))
-    DOCUMENT.write_text(put(DOCUMENT.read_text(), tables()))
+    renew(tables())

@@ -1,4 +1,6 @@
-"""Makes the tables and pictures of docs/findings.md from the samples of the study of a small model: `make findings`.
+"""Makes the tables and pictures of the study of a small model from its samples: `make findings`.
+
+Tables go between the markers of `DOCUMENTS`.
 benchmarks.py beside it makes those of the study on real benchmarks.
 
     python results/example/findings.py [PART ...]
@@ -22,7 +24,8 @@ from kvbench.evidence.pareto import panels_of
 
 load.read_samples = cache(load.read_samples)  # some thirty commands read the same 10,000 answers
 HERE = Path(__file__).resolve().parent
-STUDY, DOCUMENT = HERE / "study", HERE.parent.parent / "docs" / "findings.md"
+STUDY, ROOT = HERE / "study", HERE.parent.parent
+DOCUMENTS = tuple(ROOT / name for name in ("README.md", "docs/findings.md", "docs/reference/results.md"))
 METRICS = ("nll", "partial", "score")
 PAIRS = (("nll", "partial"), ("nll", "score"), ("partial", "score"))
 BUDGETS = (0.5, 0.25, 0.125)
@@ -329,19 +332,29 @@ def verdict(row: Row) -> str:
     return f" {row['verdict']}" if row["verdict"] in ("better", "worse", "equal") else ""
 
 
-def put(text: str, made: Iterable[tuple[str, str]]) -> str:
-    """The document with some tables renewed."""
+def put(texts: Iterable[str], made: Iterable[tuple[str, str]]) -> list[str]:
+    """The documents with some tables renewed, each in every document that has its marker."""
+    renewed = [*texts]
     for name, table in made:
         start, end = f"<!-- table: {name} -->\n", "<!-- end -->"
-        head, found, rest = text.partition(start)
-        if not found:
-            raise SystemExit(f"docs/findings.md has no place for the table {name!r}")
-        text = f"{head}{start}{table}\n{end}{rest.partition(end)[2]}"
-    return text
+        if not any(start in text for text in renewed):
+            raise SystemExit(f"no document has the marker of the table {name!r}")
+        for index, text in enumerate(renewed):
+            head, marker, rest = text.partition(start)
+            if marker:
+                renewed[index] = f"{head}{start}{table}\n{end}{rest.partition(end)[2]}"
+    return renewed
+
+
+def renew(made: Iterable[tuple[str, str]]) -> None:
+    """Write tables into the documents."""
+    texts = put((path.read_text(encoding="utf-8") for path in DOCUMENTS), made)
+    for path, text in zip(DOCUMENTS, texts, strict=True):
+        path.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
     for part in sys.argv[1:] or PARTS:
         with tempfile.TemporaryDirectory() as name:
             PARTS[part](Path(name))
-    DOCUMENT.write_text(put(DOCUMENT.read_text(), tables()))
+    renew(tables())

@@ -1,4 +1,4 @@
-"""Makes the tables and pictures of the study of docs/study.md in docs/findings.md, from the runs that are packed.
+"""Makes the tables and pictures of the study of docs/study.md from the runs that are packed.
 
     python results/example/mission_report.py [FOLDER]    # `make findings` does this; FOLDER has runs before packing
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pandas as pd
 from benchmarks import DIFFERENCE, rows_of, shown, words
-from findings import DOCUMENT, HERE, markdown, picture, put, read, write
+from findings import HERE, markdown, picture, read, renew, write
 from mission import MEASURES, PACKED, find
 
 import kvbench as kb
@@ -29,6 +29,19 @@ SHOWN = {
     "methods": ("full h2o snapkv pyramidkv ada_snapkv kv_compress random kivi minikv diffkv".split(), False),
     "formats": ("full int4 engine_format kivi diffkv".split(), True),
 }
+# The group and the settings of the table on the first page.
+FIRST = "humaneval_plus with qwen2.5-coder-0.5b"
+IN_SHORT = (
+    "engine_format tier=q4_0 store.key_offset=prompt",
+    "kivi bits=2",
+    "diffkv",
+    "h2o budget=50%seen",
+    "random budget=50%seen",
+    "minikv bits=2",
+    "snapkv budget=50%seen",
+    "engine_format tier=q4_0",
+    "int4",
+)
 LABELS = ("labels.engine_format=q4_0", "figure.width=7")
 
 
@@ -125,6 +138,10 @@ def tables() -> Iterator[tuple[str, str]]:
     for title, runs in groups.items():
         lines = sorted(runs.values(), key=lambda own: -float(own["score"]["difference"] or 1))
         yield f"mission: {title}", markdown(headings.split("|"), map(_line, lines))
+        if title == FIRST:
+            first = (_line(own) for own in lines if own["score"]["run"] in IN_SHORT)
+            rows = ([setting, held, n, points] for setting, _, held, _, n, points, *_ in first)
+            yield f"mission in short: {title}", markdown("setting|bytes, %|n|points - full's [95 %]".split("|"), rows)
 
 
 def _line(own: dict[str, dict]) -> list[str]:
@@ -146,7 +163,7 @@ def main(study: Path) -> None:
         write(HERE / "mission.csv", compared(study))
         with tempfile.TemporaryDirectory() as name:
             pictures(study, Path(name))
-    DOCUMENT.write_text(put(DOCUMENT.read_text(), tables()))
+    renew(tables())
 
 
 if __name__ == "__main__":

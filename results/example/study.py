@@ -1,4 +1,4 @@
-"""The sweep behind docs/findings.md; run again, it goes on where it was ended.
+"""The sweep behind docs/reference/results.md; run again, it goes on where it was ended.
 
     python results/example/study.py FOLDER [LENGTH ...]
 

@@ -1,4 +1,4 @@
-"""What a decode step of the store costs a GPU, by method, as docs/gpu.md says it: the host never waits."""
+"""What a decode step of the store costs a GPU, by method, as docs/reference/gpu.md says it: the host never waits."""
 
 from functools import cache
 
@@ -30,7 +30,7 @@ ROWS, DIM, HEADS, GROUP, PROMPT = 2, 64, 2, 2, 22
 WARM, STEPS = 2, 3  # the first steps of a format make small tables on the device
 ALONE = Case((((1,), 3),))
 EVICTS = "kv_compress continual=true budget=96"
-PAGE = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "reference" / "gpu.md").read_text(encoding="utf-8")
 # Method -> per layer: torch kernels, Triton launches; beside the layers: torch kernels, Triton launches; all of 32
 # layers; and why it is more than 160.
 SAID = {

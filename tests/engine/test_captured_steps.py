@@ -285,7 +285,7 @@ def test_the_models_own_kernels_are_as_many_as_the_documentation_says(monkeypatc
     two, three = own_kernels(2), own_kernels(3)
     layer, products = (b - a for a, b in zip(two, three, strict=True))
     said = f"{layer} kernels of its own beside attention: {products} matrix products"
-    page = " ".join((ROOT / "docs" / "gpu.md").read_text(encoding="utf-8").split())
+    page = " ".join((ROOT / "docs" / "reference" / "gpu.md").read_text(encoding="utf-8").split())
     assert said in page and f"{32 * layer} of 32 layers" in page
 
 
@@ -307,7 +307,7 @@ def test_a_fused_step_launches_as_few_kernels_as_the_documentation_says(monkeypa
     two, three = launches_of(2, "full"), launches_of(3, "full")
     found = two + 30 * (three - two)
     assert found <= 340
-    page = " ".join((ROOT / "docs" / "gpu.md").read_text(encoding="utf-8").split())
+    page = " ".join((ROOT / "docs" / "reference" / "gpu.md").read_text(encoding="utf-8").split())
     assert f"| full | {three - two} | {found} |" in page, found
 
 

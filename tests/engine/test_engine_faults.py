@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvbench.cache.prompts import ScoredLayer
 from kvbench.engine.prompt_cache import Recording
-from kvbench.errors import AskedToLeave, raised_by, what_happened
+from kvbench.errors import ExitRequested, raised_by, what_happened
 from kvbench.kernels.memory import is_out_of_memory
 from kvbench.kernels.pool import PagePool, PoolExhausted
 from kvbench.kernels.table import PageTable
@@ -72,7 +72,7 @@ def run(loaded, policy, failing: int = -1) -> tuple[dict, int]:
         pages, store = running.store.pages, running.store
     assert pages.pool.num_used == 0 and len(pages.table.used_page_ids()) == 0
     assert sorted(pages.pool.free_ids().tolist()) == list(range(pages.pool.num_pages))
-    assert sorted(store._free_rows) == list(range(pages.table.shape[0])) and not store.prompts._waiting
+    assert sorted(store._free_rows) == list(range(pages.table.shape[0])) and not store.prompts._pending
     assert set(got) == {(r.sample_id, i) for r in requests for i in range(r.num_samples)}
     return got, scarce.count
 
@@ -151,7 +151,7 @@ def test_what_a_method_raises_has_its_name(loaded, error):
             raise error
 
     with engine(loaded, Rude()) as running:
-        kind = type(error) if isinstance(error, Exception) else AskedToLeave
+        kind = type(error) if isinstance(error, Exception) else ExitRequested
         with pytest.raises(kind) as found:
             running.run(asked(), on_outcome=lambda outcome: None)
         assert running.runner.open_rows == []

@@ -27,22 +27,22 @@ TELLING = ("bert", "bloom", "diffllama", "doge", "gemma2", "gpt_oss", "hrm_text"
 
 @pytest.fixture(scope="module")
 def document():
-    """What docs/models.md says: family -> layers and words."""
-    text = (ROOT / "docs" / "models.md").read_text()
+    """What docs/reference/models.md says: family -> layers and words."""
+    text = (ROOT / "docs" / "reference" / "models.md").read_text()
     if f"transformers {transformers.__version__} " not in text:
-        pytest.skip("docs/models.md is about another release of transformers")
+        pytest.skip("docs/reference/models.md is about another release of transformers")
     return {family: tuple(others) for family, *others in rows(text)}
 
 
 def test_the_document_lists_every_family(document):
-    """docs/models.md has a row for each decoder of transformers, and no other."""
+    """docs/reference/models.md has a row for each decoder of transformers, and no other."""
     assert list(document) == KINDS, "run `make docs`"
 
 
 @pytest.mark.parametrize("kind", few(KINDS, *TELLING))
 def test_a_decoder_agrees_or_is_refused(kind, document):
-    """No type gives other logits than transformers does, none ends in an error of another kind, and docs/models.md says
-    which is which."""
+    """No type gives other logits than transformers does, none ends in an error of another kind, and
+    docs/reference/models.md says which is which."""
     found = try_family(kind)
     # Sums of fp32 in another order, through four layers; a mask that is left out is 3e-2 of the logits' spread.
     assert found.difference is None or found.difference < 5e-4

@@ -167,7 +167,7 @@ def test_gemma_3_goes_on_as_with_its_own_cache():
     if not settings["path"] and not read_settings(Source, settings["fetch"], "").path.exists():
         pytest.skip("gemma-3-270m is not in the cache (`python -m kvbench model=gemma-3-270m` fetches it)")
     loaded = load_model({key: value for key, value in settings.items() if key != "defaults"})
-    text = "".join((ROOT / "docs" / name).read_text() for name in ("measures.md", "usage.md"))
+    text = "".join((ROOT / "docs" / name).read_text() for name in ("run.md", "read.md"))
     prompt = loaded.tokenizer.encode(text)[:2000]
     tokens = torch.tensor([[*prompt, *own_greedy(loaded, [prompt], 200)[0]]])
     found, runner, (row,) = runner_logits(loaded, Full(), tokens, 2000)

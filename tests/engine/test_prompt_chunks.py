@@ -60,7 +60,7 @@ def peaks(loaded, policy: Policy, prompt: tuple[int, ...], chunk: int | None) ->
 @pytest.mark.parametrize("policy", [SnapKV(budget=0.25), KVCompress(budget=0.25)], ids=["snapkv", "kv_compress"])
 def test_the_peak_shrinks(loaded, policy):
     """At a budget of 0.25 everything that lies in memory at the worst moment is half as much, and what the ledger
-    foretells of the prompt read at once is what it holds then. (16,384 tokens: docs/performance.md.)"""
+    foretells of the prompt read at once is what it holds then. (16,384 tokens: results/history/performance.md.)"""
     prompt = random_tokens(1536)
     (whole, at_once), (chunked, ledger) = (peaks(loaded, policy, prompt, chunk) for chunk in (None, 128))
     assert whole > 2 * chunked

@@ -1,4 +1,4 @@
-"""A method is two files: those of docs/extending.md are listed, run and ranked by; in a copy of the repository, with
+"""A method is two files: those of docs/extend.md are listed, run and ranked by; in a copy of the repository, with
 nothing else changed, the conformance tests find them."""
 
 import importlib
@@ -23,7 +23,7 @@ NAMES = ("toy", "mylag")
 
 def write_files(methods: Path, conf: Path) -> None:
     """Puts the page's two files for each of two methods where methods and their settings lie."""
-    section = (ROOT / "docs" / "extending.md").read_text()
+    section = (ROOT / "docs" / "extend.md").read_text()
     for folder, kind, end in ((methods, "python", "py"), (conf, "yaml", "yaml")):
         for name, text in zip(NAMES, re.findall(rf"```{kind}\n(.*?)```", section, re.DOTALL), strict=True):
             assert not (folder / f"{name}.{end}").exists()

@@ -161,7 +161,7 @@ def test_a_conversion_that_cannot_be_kept_is_told(tmp_path, native_cache, monkey
         native_cache.write_text("no folder")
         why = "Not a directory"
     else:
-        monkeypatch.setitem(conversions._TOLD, "chats", lambda tokenizer: tokenizer.name_or_path)
+        monkeypatch.setitem(conversions._COMPARED, "chats", lambda tokenizer: tokenizer.name_or_path)
         why = "its tokenizer has other chats when it is read from a folder"
     saved = []
     monkeypatch.setattr(conversions, "save", lambda *given, save=conversions.save: (saved.append(1), save(*given)))

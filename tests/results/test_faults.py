@@ -87,7 +87,7 @@ UNAFFECTED = [
 
 def test_every_fault_has_a_name_of_its_own_and_is_documented():
     """With a line in the documentation, and mended in a revision that there is."""
-    page = (ROOT / "docs" / "limits.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "limits.md").read_text(encoding="utf-8")
     assert set(AFFECTED) == {fault.name for fault in FAULTS} and len(AFFECTED) == len(FAULTS)
     assert all(f"`{fault.name}`" in page and 0 < fault.mended <= REVISION for fault in FAULTS)
 

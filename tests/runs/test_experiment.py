@@ -9,7 +9,7 @@ from fake_parts import FakePolicy, FakeTask, altered, make_cfg, make_parts, make
 
 from kvbench.config import code
 from kvbench.engine.requests import Request, Turn
-from kvbench.errors import AskedToLeave
+from kvbench.errors import ExitRequested
 from kvbench.kernels.cpu.abi import best_isa
 from kvbench.methods.kvzip import KVzip
 from kvbench.models import load
@@ -31,7 +31,7 @@ def prepared(results, parts=None, **changes):
 def test_a_method_does_not_leave_while_it_is_made(tmp_path):
     """`sys.exit()` in a method's declaration is an error, also for lm-eval, which makes no run."""
     parts = altered(make_parts(), make_policy=lambda group: sys.exit(0))
-    with pytest.raises(AskedToLeave, match=r"<lambda> raised SystemExit: 0 \(test_experiment.py:\d+\)"):
+    with pytest.raises(ExitRequested, match=r"<lambda> raised SystemExit: 0 \(test_experiment.py:\d+\)"):
         experiment.load_method(RunConfig.read(make_cfg(tmp_path)), parts, print)
 
 

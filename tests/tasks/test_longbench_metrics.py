@@ -182,7 +182,7 @@ def common_by_table(wanted: list[str], predicted: list[str]) -> set[str]:
 @given(st.lists(st.sampled_from("abcdefgh"), max_size=40), st.lists(st.sampled_from("abcdefghxy"), max_size=70))
 def test_common_words_are_those_of_the_table(wanted: list[str], predicted: list[str]) -> None:
     """Of several longest common subsequences, the one whose way back the plain table shows, ties and all."""
-    assert metrics._common_words(wanted, predicted, metrics._places(predicted)) == common_by_table(wanted, predicted)
+    assert metrics._common_words(wanted, predicted, metrics._positions(predicted)) == common_by_table(wanted, predicted)
 
 
 @settings(max_examples=150)

@@ -15,7 +15,7 @@ from typing import Any
 
 from kvbench.config.files import FULL
 from kvbench.engine.requests import Outcome, Request
-from kvbench.errors import nobody_leaves, unknown_name
+from kvbench.errors import no_sys_exit, unknown_name
 from kvbench.extensions.offline import requests_file, weights
 from kvbench.extensions.offline.requests_file import Head, OfflineRun, answers_folder, folder_of, tokenizer_hash
 from kvbench.results import identity
@@ -59,7 +59,7 @@ class OfflineLoaders(Loaders):
         """Do nothing: checked when the requests were written."""
 
 
-@nobody_leaves()
+@no_sys_exit()
 def answer(
     file: Path, answers: Path, *, folder: Path | None = None, methods: Sequence[str] | None = None, shard: Shard = ALL
 ) -> None:
