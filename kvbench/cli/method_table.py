@@ -150,20 +150,20 @@ def shared(kind: type[Policy]) -> dict[str, Field]:
 
 def owners(kind: type[Policy]) -> dict[str, type]:
     """The class whose docstring explains each setting of a method."""
-    found: dict[str, type] = {}
+    documented: dict[str, type] = {}
     for each in reversed(kind.__mro__):
-        found |= dict.fromkeys(arguments(inspect.cleandoc(each.__doc__ or "")), each)
-    return found
+        documented |= dict.fromkeys(arguments(inspect.cleandoc(each.__doc__ or "")), each)
+    return documented
 
 
 def representatives(known: dict[str, Policy]) -> dict[type, str]:
     """For each class of methods the one whose entry explains it: the one called like its module, or the first."""
-    found: dict[type, str] = {}
+    methods: dict[type, str] = {}
     for name, policy in known.items():
         kind = type(policy)
-        if kind not in found or kind.__module__.endswith(f".{name}"):
-            found[kind] = name
-    return found
+        if kind not in methods or kind.__module__.endswith(f".{name}"):
+            methods[kind] = name
+    return methods
 
 
 def inherited(known: dict[str, Policy]) -> str:
@@ -183,7 +183,7 @@ def inherited(known: dict[str, Policy]) -> str:
 
 
 def is_contract(owner: type) -> bool:
-    """Whether a class belongs to the contract and not to a method."""
+    """True for a class that belongs to the contract and not to a method."""
     return owner.__module__.startswith("kvbench.policy.")
 
 
