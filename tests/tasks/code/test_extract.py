@@ -2,7 +2,6 @@
 
 import ast
 import gc
-import gc
 import time
 from concurrent.futures import ThreadPoolExecutor
 
