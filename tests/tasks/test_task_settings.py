@@ -43,6 +43,7 @@ def test_every_setting_says_what_it_may_be(task, setting):
         if isinstance(part, Whole | Number):
             assert part.low is not None and part.high is not None and part.unit
             assert part.fits(part.low) and part.fits(part.high)
+            assert not part.unit.startswith("of ")  # a text says "a number of {unit}"
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -77,8 +77,8 @@ class Drift(Task):
     prompt_tokens: Annotated[int, Whole(2, unit="tokens")] = 256
     items: Items = 8
     file: Annotated[str | None, Text()] = None
-    temperature: Annotated[float, Number(1e-3, 100, also=(0,))] = 0.7
-    top_p: Annotated[float, Number(1e-9, 1, unit="of the probability")] = 0.95
+    temperature: Annotated[float, Number(1e-3, 100, unit="the logits' units", also=(0,))] = 0.7
+    top_p: Annotated[float, Number(1e-9, 1, unit="probability mass")] = 0.95
 
     def data(self, seed: int, protocol: Protocol) -> LongText:
         check_no_question("drift", protocol)
