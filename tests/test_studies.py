@@ -285,6 +285,7 @@ def test_a_stranger_computes_the_same():
                 assert value == pytest.approx(100 * float(row[name]), abs=0.006 if "_" not in name else 0.5)
 
 
+@pytest.mark.long
 @need_extension("suite")
 def test_a_study_stops_what_is_worse_and_goes_on_with_the_rest(tmp_path):
     """At a look a method that lost 20 of 40 answers is left out, and one that lost 3 is not; where the full cache is at

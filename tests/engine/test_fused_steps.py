@@ -40,6 +40,7 @@ def logits_of(model, method: str, backend: str = "triton") -> tuple[torch.Tensor
 METHODS = ("full", "h2o budget=12", "kivi residual_tokens=8 group=8", "streaming_llm sinks=2 budget=12")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", METHODS)
 def test_logits_are_near_the_plain_model_s(models, method: str):
     """Within 1e-4 of the largest; bytes are the same. A key that is rotated in fp32, and quantised from there, may

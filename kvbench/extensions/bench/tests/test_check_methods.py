@@ -54,6 +54,7 @@ def test_a_method_answers_as_the_reference_does(method: str, case: str):
 IN_CUDA = ("diffkv", "diffkv_artifact", "int4", "int8", "int8_per_token_head", "kivi", "leankv", "q_hitter")
 
 
+@pytest.mark.long
 @pytest.mark.skipif(DEVICE != "cpu", reason="the build for a CPU is compared where there is no GPU")
 @pytest.mark.parametrize(("method", "case"), few(EVERY, ("kivi", "one token"), ("diffkv", "one token")))
 def test_a_method_answers_with_the_kernels_in_cuda(method: str, case: str, monkeypatch: pytest.MonkeyPatch):

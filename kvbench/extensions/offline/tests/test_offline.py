@@ -76,6 +76,7 @@ def runs_in(root):
     return result
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("methods", "words"),
     [

@@ -79,6 +79,7 @@ def test_where_nothing_is_better_it_says_so(tmp_path, capsys):
     assert "found no point" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_a_search_that_was_stopped_goes_on(tmp_path, capsys):
     """Stopped in the middle of a setting, it goes on to as many trials as one that was not; given again it measures
     nothing, and more trials add to what is there."""
