@@ -116,7 +116,7 @@ def too_long(spent_s: float, limit_s: float) -> bool:
 
 
 def too_long_alone(tests: list[str], config: pytest.Config) -> bool:
-    """True if one of these tests takes too long with nothing beside it, too.
+    """True if one of these tests takes too long alone, too.
 
     Processes that share caches and a core's units take twice the processor seconds, which `slowness` cannot measure.
     """
@@ -131,8 +131,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if not option.slowest or session.exitstatus:
         return
     slow = [test for spent, _, test, limit in TAKEN if too_long(spent, limit)]
-    together = getattr(option, "numprocesses", None)
-    if slow and (not together or too_long_alone(slow, session.config)):
+    is_parallel = getattr(option, "numprocesses", None)
+    if slow and (not is_parallel or too_long_alone(slow, session.config)):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 

@@ -122,12 +122,18 @@ def arguments(doc: str) -> dict[str, str]:
     return {name: " ".join(text.split()) for name, text in zip(parts[::2], parts[1::2], strict=True)}
 
 
-def meanings(kind: type[Policy]) -> dict[str, str]:
-    """Read what a method's docstring says of each setting, or that of the class which it has the setting from."""
-    result: dict[str, str] = {}
+def explained(kind: type[Policy]) -> dict[str, tuple[type, str]]:
+    """Setting of a method -> the class whose docstring explains it, and its meaning there."""
+    result: dict[str, tuple[type, str]] = {}
     for each in reversed(kind.__mro__):
-        result |= arguments(inspect.cleandoc(each.__doc__ or ""))
+        texts = arguments(inspect.cleandoc(each.__doc__ or ""))
+        result |= {name: (each, text) for name, text in texts.items()}
     return result
+
+
+def meanings(kind: type[Policy]) -> dict[str, str]:
+    """Setting of a method -> its meaning."""
+    return {name: text for name, (_, text) in explained(kind).items()}
 
 
 def settings_of(name: str) -> dict[str, object]:
@@ -148,14 +154,6 @@ def shared(kind: type[Policy]) -> dict[str, Field]:
     return {item.name: item for item in fields(kind) if item.name in names and issubclass(kind, Ranked)}
 
 
-def owners(kind: type[Policy]) -> dict[str, type]:
-    """The class whose docstring explains each setting of a method."""
-    documented: dict[str, type] = {}
-    for each in reversed(kind.__mro__):
-        documented |= dict.fromkeys(arguments(inspect.cleandoc(each.__doc__ or "")), each)
-    return documented
-
-
 def representatives(known: dict[str, Policy]) -> dict[type, str]:
     """For each class of methods the one whose entry explains it: the one called like its module, or the first."""
     methods: dict[type, str] = {}
@@ -169,11 +167,12 @@ def representatives(known: dict[str, Policy]) -> dict[type, str]:
 def inherited(known: dict[str, Policy]) -> str:
     """Explain once the settings that methods have from the classes of `kvbench.policy`, those that compose apart."""
     meaning: dict[str, str] = {}
+    composing = shared(Scored)
     for name, policy in known.items():
-        kind, listed = type(policy), settings_of(name)
-        for key, owner in owners(kind).items():
-            if key in listed and is_contract(owner) and key not in shared(Scored):
-                meaning[key] = meanings(kind)[key]
+        listed = settings_of(name)
+        for key, (owner, text) in explained(type(policy)).items():
+            if key in listed and is_contract(owner) and key not in composing:
+                meaning[key] = text
     lines = [f"- `{key}`: {text}" for key, text in sorted(meaning.items())]
     return (
         "## Settings of several methods\n\nAn entry that has one of these names its default.\n\n"
@@ -189,18 +188,18 @@ def is_contract(owner: type) -> bool:
 
 def settings_lines(name: str, kind: type[Policy], entry_of: dict[type, str]) -> list[str]:
     """The settings of a method: its own with their meaning, inherited ones with a link to where they are explained."""
-    owner, meaning, elsewhere, lines = owners(kind), meanings(kind), dict[str, list[str]](), []
+    documented, composing, elsewhere, lines = explained(kind), shared(kind), dict[str, list[str]](), []
     for key, value in settings_of(name).items():
         text = f"`{key}={yaml_value(value)}`"
-        whose = owner.get(key, kind)
-        if is_contract(whose):
-            link = "settings-that-compose" if key in shared(kind) else "settings-of-several-methods"
+        owner, meaning = documented.get(key, (kind, ""))
+        if is_contract(owner):
+            link = "settings-that-compose" if key in composing else "settings-of-several-methods"
             elsewhere.setdefault(link, []).append(text)
-        elif entry_of.get(whose, name) != name:
-            elsewhere.setdefault(entry_of[whose], []).append(text)
+        elif entry_of.get(owner, name) != name:
+            elsewhere.setdefault(entry_of[owner], []).append(text)
         else:
-            lines.append(f"- {text}: {meaning.get(key, '')}")
-    if shared(kind):
+            lines.append(f"- {text}: {meaning}")
+    if composing:
         elsewhere.setdefault("settings-that-compose", [])
     if issubclass(kind, ByLayer):
         elsewhere["precision-by-layer"] = []

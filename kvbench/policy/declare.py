@@ -1,5 +1,7 @@
-"""Declarations of a method beside its tiers: attention statistics, residual buffer, reads, layers that differ. Methods
-import these from `kvbench.policy`."""
+"""Declarations of a method other than its tiers: attention statistics, residual buffer, reads, layers that differ.
+
+Methods import these from `kvbench.policy`.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

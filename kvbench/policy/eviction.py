@@ -1,5 +1,5 @@
 """Slots that lists may hold while decoding, the bulk evictions that keep them to it, and tokens that no eviction takes
-beside those that a method keeps itself."""
+in addition to those that a method keeps itself."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -1,4 +1,4 @@
-"""Rules of settings: type, range and unit, declared once beside the field that holds it, in words and in code.
+"""Rules of settings: type, range and unit, declared once in the field's annotation, in words and in code.
 
 A field says it in its annotation: `window: Annotated[int, Whole(1, unit="tokens")] = 32`. A `bool`, a `Literal`, and an
 `int`, `float` or `str` without more, need no rule of their own. `| None` allows None beside it.

@@ -96,10 +96,10 @@ class PlainTable(Table):
 
 def _least_width(column: Column, console: Console, options: ConsoleOptions) -> int:
     """The width in which no word of a column is cut."""
-    wide = options.update(max_width=1 << 16)
-    measured = [Measurement.get(console, wide, cell) for cell in (column.header, *column.cells)]
     if column.overflow == "fold":  # its words may be divided
         return column.min_width or 1
+    wide = options.update(max_width=1 << 16)
+    measured = [Measurement.get(console, wide, cell) for cell in (column.header, *column.cells)]
     return max(column.min_width or 0, *(each.maximum if column.no_wrap else each.minimum for each in measured))
 
 

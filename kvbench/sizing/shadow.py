@@ -65,7 +65,7 @@ def measured(store: CompressedStore, num_tokens: int) -> tuple[Tensor | None, Te
         scores = scores.expand(1 + len(also), -1, -1)
     if scores is not None and store.policy.scope != "head" and hasattr(store.policy, "budget"):
         # Heads that compete for a budget get unequal shares, and pages that are not full.
-        share = torch.linspace(0.5, 1.5, scores.shape[-2])[:, None]  # of each list, whatever else is ranked beside
+        share = torch.linspace(0.5, 1.5, scores.shape[-2])[:, None]  # one per list, for every statistic
         scores = scores * share * torch.rand(scores.shape, generator=torch.Generator().manual_seed(0))
     return scores, torch.zeros(heads, shape.head_dim) if spec.orders_channels else None
 

@@ -212,7 +212,7 @@ LONGER, CORRELATION = ("longer", "longer_low", "longer_high"), ("correlation", "
 def tables() -> Iterator[tuple[str, str]]:
     """Name and text of every table of the chapter."""
     every = sorted(rows_of("benchmarks"), key=lambda row: (row["task"], row["model"]))
-    made, printed, beside, columns = [], [], [], {}
+    made, printed, papers, columns = [], [], [], {}
     for (task, model), group in groupby(every, key=lambda row: (row["task"], row["model"])):
         by_run: dict[str, dict[str, Row]] = {}
         for row in group:
@@ -224,7 +224,7 @@ def tables() -> Iterator[tuple[str, str]]:
         full = by_run["full"]["score"]
         scores = [own["score"] for own in runs]
         columns[f"{task}, {model} (n={full['n']})"] = {row["run"]: _in_short(row) for row in scores}
-        beside += sorted(_beside_papers(task, model, scores), key=lambda cells: cells[3])
+        papers += sorted(_papers(task, model, scores), key=lambda cells: cells[3])
         commits = ", ".join(sorted({own["score"]["commit"][:8] for own in runs}))
         made.append([task, model, str(len(runs)), full["n"], commits, full["machine"], full["date"]])
         if (task, model) in PRINTED:
@@ -240,7 +240,7 @@ def tables() -> Iterator[tuple[str, str]]:
         headings = "task|model|printed, %|full cache here, % [95 %]|printed lies in the interval"
         yield "printed", markdown(headings.split("|"), printed)
         headings = "task|printed in|model there|method|memory there, %|score - full's, printed|model here|run here"
-        yield "papers", markdown([*headings.split("|"), "bytes, %", "score - full's [95 %]"], beside)
+        yield "papers", markdown([*headings.split("|"), "bytes, %", "score - full's [95 %]"], papers)
     headings = "methods|between|how many|by score|by gold NLL|by KL|each score with itself"
     if rows_of("across"):
         yield "across", markdown(headings.split("|"), _orders())
@@ -256,8 +256,8 @@ def _in_short(row: Row) -> str:
     return f"{text}, above -{100 * LITTLE:g}" if float(row["low"]) > -LITTLE else text
 
 
-def _beside_papers(task: str, model: str, scores: list[Row]) -> Iterator[list[str]]:
-    """What papers print of the same methods on the task, beside the run here whose bytes are the nearest."""
+def _papers(task: str, model: str, scores: list[Row]) -> Iterator[list[str]]:
+    """Printed results of the same methods on the task, each with the run here whose bytes are nearest."""
     mine: dict[str, list[Row]] = {}
     for row in scores:
         if row["low"]:

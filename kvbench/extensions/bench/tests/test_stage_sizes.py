@@ -147,9 +147,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
 
         def make_model(text: str, device: str) -> LoadedModel:
             model = bare_model(text)
-            live_card.peak_bytes = (
-                live_card.live_bytes
-            )  # the model is made beside an outline, which takes none of a card
+            live_card.peak_bytes = live_card.live_bytes  # making the model takes no memory of a card
             return model
 
         monkeypatch.setattr(choices, "make_model", make_model)
