@@ -144,6 +144,7 @@ def users_files(modules: Iterable[str], *, room: str, included: str = "") -> dic
         todo |= {parent} - {""}
         origin = _source(module)
         if origin is not None:
+            drop_stale_bytecode([origin])
             files[module] = origin
             todo |= set(names_imported(origin, module if origin.name == "__init__.py" else parent))
     return dict(sorted(files.items()))
@@ -205,6 +206,21 @@ def check_unchanged(files: Mapping[str, Path]) -> None:
                 f"{path} was changed after this Python had imported it, so the old code would run under the new "
                 "code's name; restart Python (or the notebook's kernel) and repeat the call"
             )
+
+
+def drop_stale_bytecode(files: Iterable[Path]) -> None:
+    """Remove the cached bytecode of Python files that were written after it.
+
+    Python compares whole seconds and the size: after two writes of a second of one size it would run the code of the
+    first under the hash of the second.
+    """
+    for path in files:
+        bytecode = Path(importlib.util.cache_from_source(str(path)))
+        try:
+            if bytecode.stat().st_mtime_ns <= path.stat().st_mtime_ns:
+                bytecode.unlink()
+        except OSError:  # there is none, or its folder cannot be written: Python's rule holds then
+            continue
 
 
 def interpreter() -> dict[str, str]:

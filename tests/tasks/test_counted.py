@@ -1,6 +1,8 @@
 """What a task adds to a run's identity: the user's graders with all that they import, and Python where code is run."""
 
+import os
 import sys
+from importlib.util import cache_from_source
 from pathlib import Path
 
 import pytest
@@ -126,6 +128,21 @@ def test_names_do_not_depend_on_the_place(mine, tmp_path_factory, monkeypatch):
     other = write_folder(tmp_path_factory.mktemp("other"))
     (other / "write.yaml").write_bytes((mine / "write.yaml").read_bytes())
     assert entries(other, "demo_write")["task"] == here and lmeval.TASKS_FOLDER.is_dir()
+
+
+def test_a_grader_is_run_as_its_file_says(mine, monkeypatch):
+    """Two writes within a second of one size: Python takes the bytecode of the first for that of the second."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    times = [1_600_000_000_200_000_000 + 200_000_000 * step for step in range(3)]
+    group = {"harness": "lm_eval", "name": "own", "include_path": str(mine)}
+    grader = mine / "own.py"
+    for value, written in (("0.0", times[0]), ("1.0", times[2])):
+        grader.write_text(GRADER.replace("C = 0.0", f"C = {value}"))
+        os.utime(grader, ns=(written, written))
+        (doc,) = {id(each.task): each.task for each in task_of(mine, lm_of(), "own").docs.values()}.values()
+        assert doc.process_results({}, ["x"]) == {"acc": float(value)}
+        bytecode = Path(cache_from_source(str(grader)))
+        os.utime(bytecode, ns=(times[1], times[1]))
 
 
 def test_a_changed_grader_is_another_run(mine, tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ from importlib.metadata import requires, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvbench.config.code import drop_stale_bytecode
 from kvbench.errors import what_happened
 from kvbench.stats.strata import Weighting
 from kvbench.tasks.files import MissingDataError
@@ -83,6 +84,7 @@ def manager_of(
     for path in include:
         if not path.is_dir():
             raise ValueError(f"task.include_path={path} is not a folder; give one that holds task YAMLs")
+        drop_stale_bytecode(path.rglob("*.py"))
     roots = [*include, lmeval_tasks_folder(), *extra]
     folders: dict[Path, None] = {}
     seen: set[str] = set()
