@@ -1,7 +1,7 @@
 """Errors that a user can act on, and whose code raised an error.
 
-Every one that a user can act on is a ValueError and is shown without a traceback. A method, a metric and a task may be
-anybody's, so the harness names the code that it called.
+Every one that a user can act on is a KvbenchError with a code, and is shown without a traceback. A method, a metric and
+a task may be anybody's, so the harness names the code that it called.
 """
 
 import traceback
@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from inspect import unwrap
 from pathlib import Path
 from types import FrameType
+from typing import ClassVar
 
 _PACKAGE = Path(__file__).resolve().parent
 _METHODS = (_PACKAGE / "methods").resolve()  # a link in a checkout
@@ -19,19 +20,84 @@ _PYTHON = Path(traceback.__file__).resolve().parent  # the standard library
 _RULES = "kvbench.policy"  # where the classes are that every method derives from
 
 
-class MissingWeightsError(ValueError):
+CODES: dict[str, "type[KvbenchError]"] = {}  # of every class that is imported
+
+
+class KvbenchError(ValueError):
+    """An error that a user can act on.
+
+    Args:
+        message: The value, the rule and the remedy.
+        setting: The setting as it is written on the command line, for example `method.budget`; None where it is about
+            no single one.
+    """
+
+    code: ClassVar[str]
+    """Kind of error. It stays when the message's words change."""
+
+    def __init__(self, message: str, *, setting: str | None = None) -> None:
+        super().__init__(message)
+        self.setting = setting
+
+    def __init_subclass__(cls, code: str | None = None, **options: object) -> None:
+        """Register a class by its code; one without a code has that of its base."""
+        super().__init_subclass__(**options)
+        if code is not None:
+            if code in CODES:
+                raise TypeError(f"the code {code} is that of {CODES[code].__name__}")
+            cls.code = code
+            CODES[code] = cls
+
+
+class SettingValue(KvbenchError, code="setting-value"):
+    """A setting's value is not one that it can have."""
+
+
+class SettingUnknown(KvbenchError, code="setting-unknown"):
+    """A setting of that name does not exist."""
+
+
+class SettingMissing(KvbenchError, code="setting-missing"):
+    """A setting that is needed here was not set."""
+
+
+class SettingsConflict(KvbenchError, code="settings-conflict"):
+    """Settings contradict each other, or one has no effect with another."""
+
+
+class NameUnknown(KvbenchError, code="name-unknown"):
+    """A setting names a thing, such as a method or a model, that does not exist."""
+
+
+class FileMissing(KvbenchError, code="file-missing"):
+    """A file or folder is not there, or cannot be read or written."""
+
+
+class FileContent(KvbenchError, code="file-content"):
+    """A file does not hold what it should: another format, a missing or wrong field, a row that cannot be used."""
+
+
+class PackageMissing(KvbenchError, code="package-missing"):
+    """A library or program that is needed here is not installed, or is too old."""
+
+
+class Unsupported(KvbenchError, code="unsupported"):
+    """Parts that exist do not work together, such as a backend and a format."""
+
+
+class MissingWeightsError(KvbenchError, code="weights-missing"):
     """Model files are neither on this machine nor to be had from it; the message holds the command that gets them."""
 
 
-class UnsupportedModel(ValueError):
+class UnsupportedModel(KvbenchError, code="model-unsupported"):
     """The model's attention is not one that the store can hold."""
 
 
-class NotForModel(ValueError):
+class NotForModel(KvbenchError, code="method-misfit"):
     """A method does not fit the model, for example because it needs a table that was measured for another one."""
 
 
-class BrokenRule(ValueError):
+class BrokenRule(KvbenchError, code="method-broken"):
     """A method gave an answer that its contract does not allow."""
 
 
@@ -42,10 +108,10 @@ def check_whole(key: str, value: object, minimum: int, otherwise: str = "") -> i
         otherwise: What else may be written, as the end of the message; the caller takes it out first.
 
     Raises:
-        ValueError: Names the setting, its value and the rule.
+        SettingValue: It is not one.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise ValueError(f"{key}={value!r} must be a whole number of at least {minimum}{otherwise}")
+        raise SettingValue(f"{key}={value!r} must be a whole number of at least {minimum}{otherwise}", setting=key)
     return value
 
 
@@ -58,7 +124,7 @@ def check_keys(keys: Iterable[object], known: Iterable[str], *, what: str | None
         prefix: What stands before each key where the user writes it, for example `store.`.
 
     Raises:
-        ValueError: Names the first unknown key, those that exist, and the nearest.
+        SettingUnknown: Names the first unknown key, those that exist, and the nearest; NameUnknown with `what`.
     """
     names = list(known)
     for key in keys:
@@ -68,20 +134,20 @@ def check_keys(keys: Iterable[object], known: Iterable[str], *, what: str | None
             raise unknown_name(what, full_name, all_names) if what else unknown_setting(full_name, all_names)
 
 
-def unknown_name(what: str, value: object, known: Iterable[str]) -> ValueError:
+def unknown_name(what: str, value: object, known: Iterable[str]) -> KvbenchError:
     """Build the error for a name that does not exist: what does exist, and the nearest to what was asked.
 
     Args:
         what: The setting that held the name, for example `model.preset`.
     """
-    return ValueError(f"{what}={value} does not exist.{_near(value, known)}")
+    return NameUnknown(f"{what}={value} does not exist.{_near(value, known)}", setting=what)
 
 
 def check_name(what: str, value: object, known: Iterable[str]) -> str:
     """The name, if it is one of those that exist; a file may hold anything in its place, a list for example.
 
     Raises:
-        ValueError: It is none of them (`unknown_name`).
+        NameUnknown: It is none of them (`unknown_name`).
     """
     names = list(known)
     if not isinstance(value, str) or value not in names:
@@ -89,7 +155,7 @@ def check_name(what: str, value: object, known: Iterable[str]) -> str:
     return value
 
 
-def unknown_setting(name: str, known: Iterable[str], inner: Iterable[str] = ()) -> ValueError:
+def unknown_setting(name: str, known: Iterable[str], inner: Iterable[str] = ()) -> KvbenchError:
     """Build the error for a setting that does not exist: those that do, and the nearest.
 
     Args:
@@ -99,7 +165,7 @@ def unknown_setting(name: str, known: Iterable[str], inner: Iterable[str] = ()) 
     meant = {setting.rpartition(".")[2]: setting for setting in inner} | {setting: setting for setting in names}
     near = get_close_matches(name, list(meant), n=1, cutoff=0.4)
     hint = f" Did you mean {meant[near[0]]}?" if near else ""
-    return ValueError(f"there is no setting {name}.{hint} Known: {', '.join(sorted(names))}.")
+    return SettingUnknown(f"there is no setting {name}.{hint} Known: {', '.join(sorted(names))}.", setting=name)
 
 
 def did_you_mean(value: object, known: Iterable[str]) -> str:
