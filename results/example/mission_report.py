@@ -12,22 +12,22 @@ from pathlib import Path
 
 import pandas as pd
 from benchmarks import DIFFERENCE, rows_of, shown, words
-from findings import HERE, markdown, picture, read, renew, write
-from mission import MEASURES, PACKED, find
+from findings import HERE, markdown, picture, renew, write
+from mission import MEASURES, PACKED
 
 import kvbench as kb
 from kvbench.cli.commands import compose_command
 from kvbench.cli.main import main as kvbench
-from kvbench.evidence.load import StoredRun, load_groups
+from kvbench.evidence.load import StoredRun, find_runs, load_groups
 from kvbench.show.terminal import p_text
 
 METRICS = ("score", "kl", "kl_new")  # a run that was stopped has its score by the name of the task's measure alone
 PAIRED = "n of difference low high lost gained p p_holm".split()
-# Pictures of each benchmark: name -> methods, and whether settings that were stopped are drawn. What is drawn has the
-# problems that all have, so that with them it has few.
+# Pictures of each benchmark: name -> methods, and the least share of the problems that a setting has answers to. A
+# picture has the problems that all its settings have, so one that was stopped early would leave few.
 SHOWN = {
-    "methods": ("full h2o snapkv pyramidkv ada_snapkv kv_compress random kivi minikv diffkv".split(), False),
-    "formats": ("full int4 engine_format kivi diffkv".split(), True),
+    "methods": ("full h2o snapkv pyramidkv ada_snapkv kv_compress random kivi minikv diffkv".split(), 0.5),
+    "formats": ("full int4 engine_format kivi diffkv".split(), 0.0),
 }
 # The group and the settings of the table on the first page.
 FIRST = "humaneval_plus with qwen2.5-coder-0.5b"
@@ -88,12 +88,12 @@ def _cells(group: str, one: StoredRun, metric: str, by_hash: dict, answers: pd.D
 
 def pictures(study: Path, folder: Path) -> None:
     """The frontiers of each benchmark, methods and formats apart."""
-    for (task, model), here in kb.load(study).groupby(["task", "model"]):
-        whole = folder / f"{task}_{model}"
-        for run in _whole(study, here.to_dict("records")):
-            (whole / run.relative_to(study)).parent.mkdir(parents=True, exist_ok=True)
-            (whole / run.relative_to(study)).symlink_to(run)
-        for name, (methods, with_stopped) in SHOWN.items():
+    for task, model in sorted({(one.task, one.model) for _, one in find_runs(study, {})}):
+        for name, (methods, least) in SHOWN.items():
+            drawn = folder / f"{task}_{model}_{name}_runs"
+            for run in _drawn(study, task, model, least):
+                (drawn / run.relative_to(study)).parent.mkdir(parents=True, exist_ok=True)
+                (drawn / run.relative_to(study)).symlink_to(run)
             asked = [
                 f"tasks={task}",
                 f"models={model}",
@@ -106,7 +106,7 @@ def pictures(study: Path, folder: Path) -> None:
                 "kinds=[png]",
                 "axes=[resident]",
                 f"out={out}",
-                f"results_dir={study if with_stopped else whole}",
+                f"results_dir={drawn}",
                 *LABELS,
             ]
             more.append(f"methods=[{','.join(methods)}]")
@@ -116,15 +116,12 @@ def pictures(study: Path, folder: Path) -> None:
                 picture(path, HERE / f"mission_{task}_{model}_{name}{number or ''}.png")
 
 
-def _whole(study: Path, runs: list[dict]) -> Iterator[Path]:
-    """Folders of the runs that were not stopped, of several seeds the first."""
-    stopped = set()
-    for ledger in study.glob("stopped_*.csv"):
-        stopped |= {found["hash"] for row in read(ledger).to_dict("records") if (found := find(runs, row["setting"]))}
-    for run in runs:
-        seed = run.get("method.seed")
-        if run["hash"] not in stopped and (pd.isna(seed) or seed == 0):
-            yield Path(run["folder"])
+def _drawn(study: Path, task: str, model: str, least: float) -> Iterator[Path]:
+    """Folders of the runs that answered at least a share of their problems, of several seeds the first."""
+    for folder, record in find_runs(study, {}, ([task], [model], None)):
+        seed = record.identity["method"].get("seed", 0)
+        if record.counts.ok >= least * record.counts.total and seed == 0:
+            yield folder
 
 
 def tables() -> Iterator[tuple[str, str]]:

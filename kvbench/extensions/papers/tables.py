@@ -10,7 +10,7 @@ from kvbench.extensions.papers.papers import Entry, Paper
 from kvbench.show.formats import markdown_table
 
 WIDTH = 120
-HEAD = """# The papers beside kvbench
+HEAD = """# Printed tables of papers and kvbench
 
 Generated from the papers' YAML files by `make docs`; a test keeps it so, and another one keeps the list complete. Every
 table and figure of these papers stands here by its number, with the command that makes it, or the reason why there is
