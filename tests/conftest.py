@@ -107,7 +107,12 @@ def slowness() -> float:
         sum(number * number for number in range(400_000))
         return process_time() - begun
 
-    return max(1.0, min(work() for _ in range(5)) / WORK_S)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in the processes of xdist; the one that began them has a thread per core
+    try:
+        return max(1.0, min(work() for _ in range(5)) / WORK_S)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def too_long(spent_s: float, limit_s: float) -> bool:
@@ -121,7 +126,11 @@ def too_long_alone(tests: list[str], config: pytest.Config) -> bool:
     Processes that share caches and a core's units take twice the processor seconds, which `slowness` cannot measure.
     """
     words = ["-q", "-n", "0", "-p", "no:cacheprovider", "--slowest", "1", "-m", config.option.markexpr, *tests]
-    return subprocess.run([sys.executable, "-m", "pytest", *words], cwd=ROOT, stdout=sys.stderr).returncode != 0
+    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
+    return (
+        subprocess.run([sys.executable, "-m", "pytest", *words], cwd=ROOT, stdout=sys.stderr, env=one_thread).returncode
+        != 0
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
