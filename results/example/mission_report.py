@@ -32,6 +32,7 @@ SHOWN = {
 # The group and the settings of the table on the first page.
 FIRST = "humaneval_plus with qwen2.5-coder-0.5b"
 IN_SHORT = (
+    "engine_format pre_rope=True tier=q4_0 store.rotation=off store.key_offset=bias",
     "engine_format tier=q4_0 store.key_offset=prompt",
     "kivi bits=2",
     "diffkv",
@@ -40,7 +41,6 @@ IN_SHORT = (
     "minikv bits=2",
     "snapkv budget=50%seen",
     "engine_format tier=q4_0",
-    "int4",
 )
 LABELS = ("labels.engine_format=q4_0", "figure.width=7")
 
