@@ -24,7 +24,7 @@ KNOWS = {
     "errors": set(),
     "stats": {"errors"},
     "kernels": set(),
-    "rules": set(),
+    "rules": {"errors"},
     "policy": {"errors", "rules"},
     "config": {"errors", "rules", "__init__"},
     "methods": {"policy"},
