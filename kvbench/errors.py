@@ -143,7 +143,9 @@ def check_keys(keys: Iterable[object], known: Iterable[str], *, what: str | None
         if key not in names:
             all_names = [f"{prefix}{name}" for name in names]
             full_name = f"{prefix}{key}"
-            raise unknown_name(what, full_name, all_names) if what else unknown_setting(full_name, all_names)
+            error = unknown_name(what, full_name, all_names) if what else unknown_setting(full_name, all_names)
+            error.setting = full_name
+            raise error
 
 
 def unknown_name(what: str, value: object, known: Iterable[str]) -> KvbenchError:

@@ -116,7 +116,8 @@ def check_supported(model: PreTrainedModel, num_devices: int = 1, processes: int
     if kinds.states and processes > 1:
         raise UnsupportedModel(
             f"{name}: some of its layers hold a state, which is not divided over processes; spread the layers instead "
-            "(model.device=[cuda:0,cuda:1])"
+            "(model.device=[cuda:0,cuda:1])",
+            setting="model.tensor_parallel",
         )
     if kinds.states and (caches := _native_caches(module)):
         raise UnsupportedModel(f"{name}: its layers with a state want a cache of their own ({caches}); {REMEDY}")
@@ -183,7 +184,8 @@ def check_fit(
     if chunk is not None and shape.shared:
         raise UnsupportedModel(
             f"prefill.chunk={chunk}: {model.model.config.model_type} has layers that share the keys of others, which "
-            "are compressed by the time that a chunk comes to these; set prefill.chunk=null"
+            "are compressed by the time that a chunk comes to these; set prefill.chunk=null",
+            setting="prefill.chunk",
         )
     policy.check_model(shape.num_layers, shape.num_kv_heads)
     small_store(policy, shape, options)  # it refuses what a large one would

@@ -383,7 +383,8 @@ def _path(settings: dict) -> str:
     if not path:
         raise MissingWeightsError(
             f"model.path is not set. model.kind={settings['kind']} needs it: model.path=FOLDER, a hub id (org/name) or "
-            "a .gguf file."
+            "a .gguf file.",
+            setting="model.path",
         )
     return str(path)
 
