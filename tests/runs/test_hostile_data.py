@@ -9,6 +9,7 @@ from refusals import refused
 from test_calibration import content
 
 from kvbench.config.compose import compose
+from kvbench.errors import NameUnknown, SettingValue
 from kvbench.evidence import report_bars
 from kvbench.runs import experiment
 from kvbench.runs.config import RunConfig
@@ -148,8 +149,9 @@ def test_the_command_line_runs_nothing(mark):
 )
 def test_only_a_policy_is_a_method(target):
     """What a configuration names must be a dataclass derived from Policy; nothing else is called."""
-    with pytest.raises(ValueError, match="is no policy class"):
+    with pytest.raises((SettingValue, NameUnknown)) as caught:
         policy_class(target)
+    assert caught.value.setting == "method._target_" and f"method._target_={target}" in str(caught.value)
 
 
 def test_a_users_own_module_may_hold_a_method(tmp_path, monkeypatch):
