@@ -17,8 +17,9 @@ from kvbench.cache.offsets import check_key_offset
 from kvbench.cache.store import CompressedStore
 from kvbench.engine import latent, placement
 from kvbench.engine.calls import OutputProjections, attention_modules
-from kvbench.errors import SettingsConflict, UnsupportedModel
-from kvbench.kernels.dispatch import get_backend
+from kvbench.errors import SettingsConflict, Unsupported, UnsupportedModel
+from kvbench.kernels.backend import Backend
+from kvbench.kernels.dispatch import TRITON, get_backend
 from kvbench.kernels.operands import Softmax, Window
 from kvbench.models import rotary
 from kvbench.models.load import LoadedModel
@@ -248,6 +249,18 @@ def model_shape(model: PreTrainedModel, spans: Sequence[tuple[torch.device, int]
         ),
         shared=kinds.shared,
     )
+
+
+def backend_of(name: str, device: torch.device, decode: str = TRITON) -> Backend:
+    """Backend of a run, as `get_backend`, whose ValueErrors have no code, since kernels/ know no other room.
+
+    Raises:
+        Unsupported: There is none of that name, it has no such choice, or it cannot run here.
+    """
+    try:
+        return get_backend(name, device, decode)
+    except ValueError as error:
+        raise Unsupported(str(error), setting="backend") from error
 
 
 def heads_of(config: Any, layer: int) -> tuple[int, int, int]:

@@ -72,7 +72,7 @@ def test_rows_that_give_way_begin_again_alike(looking):
 
 
 CROSSING = {
-    "an answer": ("longrope", {"max_new_tokens": 9}, {}, "lower protocol.max_new_tokens .* to 3, or set model.max_tok"),
+    "an answer": ("longrope", {"max_new_tokens": 9}, {}, "to 3, or set model.max_tokens=48"),
     "forced tokens": ("longrope", {"max_new_tokens": 1, "gold": random_tokens(7)}, {}, "fidelity.max_tokens to 3"),
     "a chunk": ("longrope", {"max_new_tokens": 1}, {"prefill_chunk": 32, "length": 90}, "set prefill.chunk=null"),
     "a question": ("longrope", {"max_new_tokens": 1}, {"more": 5}, "set protocol.query_aware=true"),
