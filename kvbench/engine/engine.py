@@ -18,11 +18,12 @@ from kvbench.engine.requests import Outcome, Request
 from kvbench.engine.room import PromptRoom
 from kvbench.engine.rows import Sample
 from kvbench.engine.runner import Runner
+from kvbench.engine.supported import backend_of
 from kvbench.engine.tensor_parallel import make_runner
-from kvbench.errors import no_sys_exit
+from kvbench.errors import SettingsConflict, SettingValue, no_sys_exit
 from kvbench.kernels import memory
 from kvbench.kernels.bench import machine
-from kvbench.kernels.dispatch import TRITON, get_backend
+from kvbench.kernels.dispatch import TRITON
 from kvbench.kernels.graphs import Capture
 from kvbench.kernels.memory import first_line, is_out_of_memory
 from kvbench.models.load import LoadedModel
@@ -44,7 +45,7 @@ def grouped(
     depend on the rows that pass with it, so that these have to be the same every time. On a GPU, where few rows leave
     it idle, `auto` has no groups all the same, and the run is `FREE`. Rows that would have each other's rotary tables
     never pass together (`Runner.apart`)."""
-    if model.rows_are_alone and get_backend(backend, model.device).rows_are_alone:
+    if model.rows_are_alone and backend_of(backend, model.device).rows_are_alone:
         return batch_size, None
     if batch_size == AUTO and model.device.type != "cpu":
         return batch_size, None
@@ -58,7 +59,7 @@ class Engine:
     Args:
         batch_size: Requests whose answers are decoded together at most; `auto` = `AUTO_ROWS` (of a GPU
             `GPU_ROWS`), or what memory takes.
-        decode: Kernel for the attention of decode steps on a GPU, as of `get_backend`.
+        decode: Kernel for the attention of decode steps on a GPU, as of `backend_of`.
         group: Requests that are answered together before the next ones begin, so that neighbours are always the same;
             None = a request joins as soon as another one ends.
         seed: Base of every answer's own random numbers.
@@ -96,7 +97,7 @@ class Engine:
         shares_pool: bool = False,
     ) -> None:
         if isinstance(batch_size, int) and batch_size < 1:
-            raise ValueError(f"batch_size={batch_size} must be >= 1")
+            raise SettingValue(f"batch_size={batch_size} must be >= 1", setting="batch_size")
         how: dict[str, Any] = {"options": store, "backend": backend, "decode": decode, "prompts": prompts}
         self.runner = make(model, policy, chunk=prefill_chunk, shares_pool=shares_pool, **how)
         self.loaded, self.policy = model, policy
@@ -227,9 +228,10 @@ class Engine:
         for request in requests:
             admission.check(request)
         if self.policy.needs_instruction and not all(request.instruction_tokens for request in requests):
-            raise ValueError(
+            raise SettingsConflict(
                 "the method protects the instruction before the user's text, and prompts of this task begin without "
-                "one; use a model with a chat template, with protocol.chat_template=auto, or protect something else"
+                "one; use a model with a chat template, with protocol.chat_template=auto, or protect something else",
+                setting="method.protect",
             )
         if (probe := self.policy.score.probe) is not None:  # a prompt without room for it stops the run here
             for each in requests:

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -12,6 +13,7 @@ from unittest.mock import Mock
 import pytest
 from fake_parts import make_parts
 from places import ROOT
+from refusals import refused
 
 from kvbench.cli import main as cli
 from kvbench.config import files as listing
@@ -90,7 +92,7 @@ def test_sweep_goes_on_after_a_bad_job(fakes, capsys):
     error = capsys.readouterr().err
     assert "job 2 of 3: snapkv ratio=1.5" in error
     assert "3 jobs: 2 done, 1 failed; log: " in error and "job 2 (snapkv ratio=1.5) failed: method.ratio=1.5" in error
-    assert "error: method.ratio=1.5 is outside (0, 1]" in error
+    assert "error[setting-value]: method.ratio=1.5 is outside (0, 1]" in error
     assert "Traceback" not in error
 
 
@@ -127,7 +129,7 @@ def test_user_errors(fakes, capsys, arguments, message):
     assert cli.main(arguments) == 2
     captured = capsys.readouterr()
     assert message in captured.err
-    assert captured.err.startswith("error: ") or captured.err.startswith("job 1 ")
+    assert re.match(r"error\[[a-z-]+\]: |job 1 ", captured.err)
     assert "Traceback" not in captured.err
     assert not runs(fakes)
 
@@ -280,7 +282,7 @@ def test_garbage_is_looked_for_as_before_when_a_model_is_loaded(monkeypatch):
     def carry_out(words: list[str]) -> int:
         seen.append(gc.get_threshold()[0])
         if words:
-            with pytest.raises(ValueError, match="model.kind"):
+            with refused("name-unknown", "model.kind", "model.kind=none"):
                 load_model({"kind": "none"})
             seen.append(gc.get_threshold())
             frozen.append(gc.get_freeze_count())
