@@ -2,6 +2,7 @@
 
 import pytest
 from loaded import loader
+from refusals import refused
 
 from kvbench.engine.requests import Outcome
 from kvbench.tasks.haystack import paragraphs
@@ -61,9 +62,9 @@ def test_what_cannot_be_asked(model, settings, protocol, message) -> None:
 
 def test_files_that_hold_no_text(tmp_path) -> None:
     """Bytes that are no UTF-8, and an empty file."""
-    for content, message in ((b"\xff\xfe\x00", "cannot be read as UTF-8 text"), (b" \n", "holds no text")):
+    for content, value in ((b"\xff\xfe\x00", "byte 0xff in position 0"), (b" \n", "my.txt holds no text")):
         (tmp_path / "my.txt").write_bytes(content)
-        with pytest.raises(ValueError, match=message):
+        with refused("file-content", "task.file", value):
             read_text(str(tmp_path / "my.txt"))
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from longbench_rows import row, write
 from places import DATA, need_data
+from refusals import refused
 
 from kvbench.tasks import load_task
 from kvbench.tasks.lmeval import TASKS_FOLDER, metadata_of
@@ -70,7 +71,7 @@ def test_available_takes_the_subsets_that_are_at_hand(tiny_model, tmp_path, monk
     assert found.missing == [name for name in ENGLISH if name not in ("trec", "lcc")] and named.missing == []
     found = load(model, folder, ["e", "available"])
     assert {request.subset for request in found.requests} == {"samsum_e"} and len(found.missing) == 12
-    with pytest.raises(ValueError, match="no data for hotpotqa, qmsum"):
+    with refused("data-missing", None, "hotpotqa, qmsum"):
         load(model, folder, ["available", "hotpotqa", "qmsum"])
 
 

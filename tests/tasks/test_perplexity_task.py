@@ -4,6 +4,7 @@ import math
 
 import pytest
 from loaded import loader
+from refusals import refused
 
 from kvbench.engine.requests import Outcome
 from kvbench.tasks.passages import read_text
@@ -42,7 +43,7 @@ def test_all_of_a_text(model, tmp_path) -> None:
     file = str(tmp_path / "my.txt")
     assert len(load(model, chunks=None, file=file).requests) == (len(ids) + 1) // 32 > 2
     assert len(load(model, limit=1, chunks=None, file=file).requests) == 1
-    with pytest.raises(ValueError, match=r"the text my.txt has \d+ tokens, and 500 chunks of 32 take 16000; lower"):
+    with refused("setting-value", "task.chunks", "my.txt", "500 chunks of 32", "16000"):
         load(model, chunks=500, file=file)
 
 
