@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.config import durable
-from kvbench.errors import FileMissing
+from kvbench.errors import FileMissing, KvbenchError
 from kvbench.results.typed import Misfit, parse
 
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
 
-class JournalError(FileMissing):
+class JournalError(KvbenchError, code="write-failed"):
     """A result could not be written; what is on disk stays valid."""
 
 

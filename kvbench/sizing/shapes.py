@@ -124,7 +124,9 @@ def size_of_weights(key: str, value: object) -> float:
     """Read a setting that is the bytes of weights: a number, or text such as 4.5GiB; ValueError for others."""
     size = read_size(value) if isinstance(value, str) else value
     if not Number(0, above=True).fits(size):
-        raise SettingValue(f"{key}={value!r} is no number of bytes; write one, or text such as 4.5GiB", setting=key)
+        raise SettingValue(
+            f"{key}={value!r} is no number of bytes; write one, or text such as 4.5GiB", setting=key.partition(" ")[0]
+        )
     return float(size)  # type: ignore[arg-type]  # a number fits
 
 
