@@ -34,6 +34,7 @@ types: ## check the types
 docs: ## write the documents that are generated from the code
 	$(PYTHON) -m kvbench.cli.method_table > docs/reference/methods.md
 	$(PYTHON) -m kvbench.cli.settings_table > docs/reference/settings.md
+	$(PYTHON) -m kvbench.cli.error_table > docs/reference/errors.md
 	$(PYTHON) -m kvbench.extensions.papers.tables > kvbench/extensions/papers/tables.md
 	PYTHONPATH=$(CURDIR) $(PYTHON) tests/decoders.py > docs/reference/models.md
 

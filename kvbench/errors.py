@@ -98,7 +98,19 @@ class NotForModel(KvbenchError, code="method-misfit"):
 
 
 class BrokenRule(KvbenchError, code="method-broken"):
-    """A method gave an answer that its contract does not allow."""
+    """A method gave an answer, or declares something, that its contract does not allow."""
+
+
+class ArgumentValue(KvbenchError, code="argument-value"):
+    """An argument of a call from Python, such as `attention_mask`, is not one that it can have."""
+
+
+class PromptLength(KvbenchError, code="prompt-length"):
+    """A prompt, with what follows it, does not fit into the model's context or the cache."""
+
+
+class CommandLine(KvbenchError, code="command-line"):
+    """A word of the command line cannot be read: an unknown command or flag, or a flag without its value."""
 
 
 def check_whole(key: str, value: object, minimum: int, otherwise: str = "") -> int:

@@ -20,7 +20,7 @@ from kvbench.config.code import hash_files, reached
 from kvbench.config.compose import compose
 from kvbench.config.files import FULL, SHARED
 from kvbench.engine.requests import Outcome, Request
-from kvbench.errors import check_whole
+from kvbench.errors import PackageMissing, SettingsConflict, check_whole
 from kvbench.methods.full import Full
 from kvbench.results.identity import canonical, hash_identity
 from kvbench.runs.config import RunConfig
@@ -113,7 +113,10 @@ class KvbenchLM(LM):
         if cache_hook.dbdict is None:
             return
         if not hasattr(cache_hook.dbdict, "encode_key"):
-            raise ValueError("use_cache needs sqlitedict 2.1 or newer; `pip install -U sqlitedict`, or leave it out")
+            raise PackageMissing(
+                "use_cache needs sqlitedict 2.1 or newer; `pip install -U sqlitedict`, or leave it out",
+                setting="use_cache",
+            )
         answers = self._answering()
         cache_hook.dbdict.encode_key = lambda request: f"{answers} {request}"
 
@@ -262,9 +265,10 @@ class KvbenchLM(LM):
         text, generation = instance.args
         metadata = metadata_of(instance.task_name or "")
         if metadata is not None and self._rendered:
-            raise ValueError(
+            raise SettingsConflict(
                 f"task {instance.task_name} decides itself which prompts get a chat template; run it without "
-                "apply_chat_template (protocol.chat_template=always wraps all of them)"
+                "apply_chat_template (protocol.chat_template=always wraps all of them)",
+                setting="apply_chat_template",
             )
         rules, protocol = generation_rules(generation, self.protocol, metadata)
         builder = PromptBuilder(self.model, protocol, rules, rendered=self._rendered)
@@ -305,10 +309,11 @@ def full_names(method: str, settings: Mapping[str, object]) -> dict[str, object]
 def check_rolling(policy: "Policy", prompt_tokens: int) -> None:
     """Refuse a method that compresses prompts only, asked to score texts that have none to compress."""
     if policy.prompt_only and prompt_tokens == 1 and not isinstance(policy, Full):
-        raise ValueError(
+        raise SettingsConflict(
             f"{type(policy).__name__} compresses prompts only, and a text that is scored whole (loglikelihood_rolling) "
             "is read token by token, so it would score as the full cache does; set rolling_prompt_tokens=512 to read "
-            "the first 512 tokens of each window as a prompt, or method.decode_every where the method has it"
+            "the first 512 tokens of each window as a prompt, or method.decode_every where the method has it",
+            setting="rolling_prompt_tokens",
         )
 
 

@@ -64,17 +64,22 @@ class DiffKV(kv.Policy):
 
     def declare(self) -> None:
         if self.alpha_h < self.alpha_l:
-            raise ValueError(f"alpha_l={self.alpha_l} and alpha_h={self.alpha_h} must satisfy 0 <= alpha_l <= alpha_h")
+            raise kv.SettingsConflict(
+                f"alpha_l={self.alpha_l} and alpha_h={self.alpha_h} must satisfy 0 <= alpha_l <= alpha_h",
+                setting="method.alpha_l",
+            )
         named = high, low = kv.Tier.parse(self.high), kv.Tier.parse(self.low)
         if not high.native and (low.native or low.k_bits > high.k_bits or low.v_bits > high.v_bits):
-            raise ValueError(
+            raise kv.SettingsConflict(
                 f"low={self.low} must not hold more bits per key or value than high={self.high}; exchange them, or "
-                "choose a lower one"
+                "choose a lower one",
+                setting="method.low",
             )
         if not high.native and high == low and self.alpha_h != self.alpha_l:
-            raise ValueError(
+            raise kv.SettingsConflict(
                 f"high={self.high} and low={self.low} are one precision, which alpha_h={self.alpha_h} and "
-                f"alpha_l={self.alpha_l} would part; set alpha_h equal to alpha_l, or choose a lower low"
+                f"alpha_l={self.alpha_l} would part; set alpha_h equal to alpha_l, or choose a lower low",
+                setting="method.low",
             )
         self.tiers = tuple(tier.split_by_bits({4: 2, 2: 4}) for tier in named) if self.cot else named
         later: dict[str, Any] = {"prefill_queries": kv.ALL_QUERIES, "skip_near": 1}

@@ -3,7 +3,17 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from kvbench.policy import ALL_QUERIES, BudgetText, DecodePlan, DecodeView, Number, ScoreSpec, Stepwise, Whole
+from kvbench.policy import (
+    ALL_QUERIES,
+    BudgetText,
+    DecodePlan,
+    DecodeView,
+    Number,
+    ScoreSpec,
+    SettingsConflict,
+    Stepwise,
+    Whole,
+)
 
 
 @dataclass(kw_only=True)
@@ -41,9 +51,10 @@ class H2O(Stepwise):
     def declare(self) -> None:
         super().declare()
         if self.one_shot and self._budget.of_seen:
-            raise ValueError(
+            raise SettingsConflict(
                 f"one_shot=true never evicts behind the prompt, and budget={self.budget} is a share of all tokens "
-                "seen; set one_shot=false or give a ratio of the prompt"
+                "seen; set one_shot=false or give a ratio of the prompt",
+                setting="method.one_shot",
             )
         self.acts_in_decode = not self.one_shot
         self.rank_by(

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from kvbench.policy import Bounds, ByLayer, Choice, Extent, Residual, Tier, Whole, quantised
+from kvbench.policy import Bounds, ByLayer, Choice, Extent, Residual, SettingsConflict, Tier, Whole, quantised
 
 
 @dataclass(kw_only=True)
@@ -31,8 +31,9 @@ class Kivi(ByLayer):
 
     def declare(self) -> None:
         if self.residual_tokens % self.group:
-            raise ValueError(
-                f"residual_tokens={self.residual_tokens} must be a positive multiple of group={self.group}"
+            raise SettingsConflict(
+                f"residual_tokens={self.residual_tokens} must be a positive multiple of group={self.group}",
+                setting="method.residual_tokens",
             )
         self.tiers = (self.other_tier(f"k{self.bits}v{self.bits}"),)
         self.spread()

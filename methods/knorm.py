@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from kvbench.policy import KeyNorms, PrefillView, Scored, ScoreSpec, Whole
+from kvbench.policy import KeyNorms, PrefillView, Scored, ScoreSpec, SettingsConflict, Whole
 
 
 @dataclass(kw_only=True)
@@ -23,9 +23,10 @@ class KeyNorm(Scored):
     def declare(self) -> None:
         super().declare()
         if self.skip_layers and (self.allocation != "uniform" or self.threshold is not None):
-            raise ValueError(
+            raise SettingsConflict(
                 f"skip_layers={self.skip_layers} divides a budget among layers, as allocation={self.allocation} with "
-                f"threshold={self.threshold} does or has no need to; set one of them"
+                f"threshold={self.threshold} does or has no need to; set one of them",
+                setting="method.skip_layers",
             )
         self.budget_is_mean = self.budget_is_mean or self.skip_layers > 0
         self.rank_by(ScoreSpec(statistic=KeyNorms(), track=("score", "pos") if self.evicts_later else ()))
@@ -36,8 +37,9 @@ class KeyNorm(Scored):
             return budget
         left = budget * view.num_layers - skipped * length
         if skipped >= view.num_layers or left < view.num_layers - skipped:
-            raise ValueError(
+            raise SettingsConflict(
                 f"skip_layers={skipped} whole layers of {view.num_layers} leave nothing of budget={self.budget} "
-                f"({budget} of {length} tokens) for the others; lower skip_layers or raise the budget"
+                f"({budget} of {length} tokens) for the others; lower skip_layers or raise the budget",
+                setting="method.skip_layers",
             )
         return length if int(view.layers[0]) < skipped else left // (view.num_layers - skipped)

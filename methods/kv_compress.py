@@ -88,7 +88,10 @@ class KVCompress(kv.Policy):
         self.compaction = self._over if self._is_continual else None
         if self.continual == "pages":
             if self._budget.of_seen:  # which is kept to at every step
-                raise ValueError(f"budget={self.budget} with continual=pages; give a ratio, tokens or continual=true")
+                raise kv.SettingsConflict(
+                    f"budget={self.budget} with continual=pages; give a ratio, tokens or continual=true",
+                    setting="method.budget",
+                )
             self.compaction = replace(self._over, when_full="continual=pages")
         self.budget_step = self.block
         self.fewest_tokens = kv.num_blocks(max(self._protected, self.floor_tokens), self.block) * self.block

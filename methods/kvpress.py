@@ -11,7 +11,19 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvbench.policy import Budget, LayerTensors, Need, NotForModel, Ranked, ScoreSpec, Several, Statistic, Text
+from kvbench.policy import (
+    Budget,
+    LayerTensors,
+    Need,
+    NotForModel,
+    Ranked,
+    ScoreSpec,
+    SettingsConflict,
+    SettingValue,
+    Several,
+    Statistic,
+    Text,
+)
 from kvbench.policy.presses import attached_rotary, value_of
 
 # kvpress asks for an older transformers than kvbench; its scorers run with kvbench's.
@@ -35,18 +47,23 @@ def scorer(press: str, settings: tuple[str, ...]) -> Any:
         if isinstance(kind, type) and issubclass(kind, package.ScorerPress) and kind is not package.ScorerPress
     }
     if press not in scorers:
-        raise ValueError(
-            f"method.press={press} is no scorer of kvpress; those installed are {', '.join(sorted(scorers))}"
+        raise SettingValue(
+            f"method.press={press} is no scorer of kvpress; those installed are {', '.join(sorted(scorers))}",
+            setting="method.press",
         )
     kind: Any = scorers[press]
     if kind.compress is not package.ScorerPress.compress:
-        raise ValueError(
-            f"method.press={press} does not keep its best scores but chooses otherwise; run kvpress itself"
+        raise SettingValue(
+            f"method.press={press} does not keep its best scores but chooses otherwise; run kvpress itself",
+            setting="method.press",
         )
     options = dict(text.partition("=")[::2] for text in settings)
     known = set(inspect.signature(kind).parameters) - {"compression_ratio"}
     if unknown := sorted(set(options) - known):
-        raise ValueError(f"method.settings has {', '.join(unknown)}, and {press} {', '.join(sorted(known)) or 'none'}")
+        raise SettingValue(
+            f"method.settings has {', '.join(unknown)}, and {press} {', '.join(sorted(known)) or 'none'}",
+            setting="method.settings",
+        )
     return kind(**{name: value_of(text) for name, text in options.items()})
 
 
@@ -63,15 +80,17 @@ def prepared(press: str, settings: tuple[str, ...], model: str, dtype: torch.dty
     try:
         made.post_init_from_model(seen)
     except AttributeError as error:
-        raise ValueError(
+        raise SettingValue(
             f"method.press={press} prepares itself from more of a model than its name, which no statistic sees "
-            f"({error}); run kvpress itself"
+            f"({error}); run kvpress itself",
+            setting="method.press",
         ) from error
     except Exception as error:  # the hub's, or the press's own
         said = " ".join(str(error).split())[:200] or type(error).__name__
-        raise ValueError(
+        raise SettingValue(
             f"method.press={press} has nothing to load for a model called {model}: {said}; take a model that it was "
-            "trained for, under the name that the hub has for it"
+            "trained for, under the name that the hub has for it",
+            setting="method.press",
         ) from error
     return made
 
@@ -92,9 +111,10 @@ class PressScore(Statistic):
             return self._score(seen, max(0.0, 1 - kept))
         score, other = (self._score(seen, ratio) for ratio in (0.25, 0.75))  # how many tokens bytes buy is not known
         if not torch.equal(score, other):
-            raise ValueError(
+            raise SettingsConflict(
                 f"the scores of {self.press} depend on the compression ratio, which a budget in bytes does not say; "
-                "give a ratio or tokens"
+                "give a ratio or tokens",
+                setting="method.budget",
             )
         return score
 
@@ -111,8 +131,9 @@ class PressScore(Statistic):
                 score = made.score(call.module, call.hidden_states[None], seen.k[None], seen.v[None], None, named)
         except Exception as error:  # code of others may fail with any error
             said = " ".join(str(error).split())[:200] or type(error).__name__
-            raise ValueError(
-                f"{self.press} of kvpress cannot score a prompt of {seen.tokens_seen} tokens: {said}"
+            raise SettingValue(
+                f"{self.press} of kvpress cannot score a prompt of {seen.tokens_seen} tokens: {said}",
+                setting="method.press",
             ) from error
         return torch.as_tensor(score[0].float())
 

@@ -82,10 +82,11 @@ def _read(rows: Sequence[Sequence[float]], bits: int) -> kv.CodeBooks:
     first, size = sum(2 * 2**each for each in WIDTHS if each < bits), 2**bits
     tables = [[row[at : at + size] for row in rows] for at in (first, first + size)]
     if half < 1 or odd or any(level not in range(256) for table in tables for row in table for level in row):
-        raise ValueError(
+        raise kv.SettingValue(
             f"method.books: a line has {TABLES} levels from 0 to 255 and then a scale and a zero for each key channel "
             f"of a layer, but this one has {len(rows[0])} numbers and is none; "
-            "`kvbench calibrate what=books` writes such a file"
+            "`kvbench calibrate what=books` writes such a file",
+            setting="method.books",
         )
     keys, values = (tuple(tuple(map(int, row)) for row in table) for table in tables)
     return kv.CodeBooks(

@@ -52,12 +52,16 @@ class MiniKV(kv.Policy):
 
     def declare(self) -> None:
         if self.budget is None and self.heavy + self.recent > 1:
-            raise ValueError(
+            raise kv.SettingsConflict(
                 f"heavy={self.heavy} and recent={self.recent} are shares of one prompt, and their sum is above 1; "
-                "lower one, or give method.budget, which they then divide"
+                "lower one, or give method.budget, which they then divide",
+                setting="method.heavy",
             )
         if self.residual_tokens % self.group:
-            raise ValueError(f"residual_tokens={self.residual_tokens} must be a multiple of group={self.group}")
+            raise kv.SettingsConflict(
+                f"residual_tokens={self.residual_tokens} must be a multiple of group={self.group}",
+                setting="method.residual_tokens",
+            )
         self.limit = self._budget = kv.Budget.parse(
             min(1.0, self.heavy + self.recent) if self.budget is None else self.budget
         )

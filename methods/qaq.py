@@ -82,7 +82,9 @@ class QAQ(kv.Policy):
     def declare(self) -> None:
         for side, low, high in (("key", self.key_low, self.key_high), ("value", self.value_low, self.value_high)):
             if low >= high:
-                raise ValueError(f"{side}_low={low} must be fewer bits than {side}_high={high}")
+                raise kv.SettingsConflict(
+                    f"{side}_low={low} must be fewer bits than {side}_high={high}", setting=f"method.{side}_low"
+                )
         pairs = [(k, v) for k in (self.key_high, self.key_low) for v in (self.value_high, self.value_low)]
         self.tiers = tuple(kv.Tier(native=True) if self.native else kv.Tier(k_bits=k, v_bits=v) for k, v in pairs)
         self.score = kv.ScoreSpec(

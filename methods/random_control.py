@@ -6,7 +6,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from kvbench.policy import CompactPlan, DecodeView, PrefillView, Scored, ScoreSpec, Whole, uniform
+from kvbench.policy import CompactPlan, DecodeView, PrefillView, Scored, ScoreSpec, SettingsConflict, Whole, uniform
 
 
 @dataclass(kw_only=True)
@@ -35,7 +35,9 @@ class RandomControl(Scored):
     def declare(self) -> None:
         super().declare()
         if self.value_aware:
-            raise ValueError("value_aware=true weighs a score, and random has none; leave it false")
+            raise SettingsConflict(
+                "value_aware=true weighs a score, and random has none; leave it false", setting="method.value_aware"
+            )
         self.rank_by(ScoreSpec(track=("pos",) if self.evicts_later else ()))
 
     def always(self, budget: int) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from kvbench.policy import Scored, Whole
+from kvbench.policy import Scored, SettingsConflict, Whole
 
 
 @dataclass(kw_only=True)
@@ -34,9 +34,10 @@ class SnapKV(Scored):
     def declare(self) -> None:
         super().declare()
         if self._budget.unit == "tokens" and self._budget.value <= self.window and self.protect != "prompt":
-            raise ValueError(
+            raise SettingsConflict(
                 f"budget={self._budget.value:g} tokens must exceed window={self.window}; raise the budget or shrink "
-                "the window"
+                "the window",
+                setting="method.budget",
             )
         # The budget goes to the window, and to the tokens with the largest of these scores before it.
         self.rank_by(

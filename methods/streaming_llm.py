@@ -40,8 +40,9 @@ class StreamingLLM(kv.Policy):
         if self._budget.of_seen:
             self.score = kv.ScoreSpec(track=("pos",))
         if self._budget.unit == "tokens" and self._budget.value <= self.sinks:
-            raise ValueError(
-                f"budget={self.budget} tokens leaves no recent token beside sinks={self.sinks}; raise the budget"
+            raise kv.SettingsConflict(
+                f"budget={self.budget} tokens leaves no recent token beside sinks={self.sinks}; raise the budget",
+                setting="method.budget",
             )
 
     def most_tokens(self, budget: int, num_prompt_tokens: int, num_new_tokens: int) -> int:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvbench.policy import DecodePlan, DecodeView, PrefillView, ScoreSpec, Stepwise
+from kvbench.policy import DecodePlan, DecodeView, PrefillView, ScoreSpec, SettingsConflict, Stepwise
 
 
 @dataclass(kw_only=True)
@@ -30,7 +30,10 @@ class TOVA(Stepwise):
         super().declare()
         if not self.per_head and (self.value_aware or self.allocation not in ("uniform", "pyramid")):
             what = "value_aware=true" if self.value_aware else f"allocation={self.allocation}"
-            raise ValueError(f"{what} tells heads of a layer apart, and TOVA keeps one set for all; set per_head=true")
+            raise SettingsConflict(
+                f"{what} tells heads of a layer apart, and TOVA keeps one set for all; set per_head=true",
+                setting="method.per_head",
+            )
         if self.scope == "head":
             self.scope = "layer"
         self.rank_by(

@@ -5,7 +5,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-from kvbench.policy import TABLE_OR_PATH, ByLayer, HeadScales, NotForModel, Tier, TierText, Unless, Whole, read_table
+from kvbench.policy import (
+    TABLE_OR_PATH,
+    ByLayer,
+    HeadScales,
+    NotForModel,
+    SettingsConflict,
+    SettingValue,
+    Tier,
+    TierText,
+    Unless,
+    Whole,
+    read_table,
+)
 
 
 @dataclass(kw_only=True)
@@ -50,24 +62,28 @@ class Uniform(ByLayer):
     def declare(self) -> None:
         named = Tier.parse(self.tier)
         if max(named.k_bits, named.v_bits) == 16 and not (named.native or named.has_form):
-            raise ValueError(
-                f"tier={self.tier} leaves 16-bit elements, as method=full does; choose int8, int4, fp8 or k8v4"
+            raise SettingValue(
+                f"tier={self.tier} leaves 16-bit elements, as method=full does; choose int8, int4, fp8 or k8v4",
+                setting="method.tier",
             )
         if self.symmetric and min(named.k_bits, named.v_bits) < 2:
-            raise ValueError(
-                f"symmetric=true needs at least 2 bits, but tier={self.tier} has {min(named.k_bits, named.v_bits)}"
+            raise SettingsConflict(
+                f"symmetric=true needs at least 2 bits, but tier={self.tier} has {min(named.k_bits, named.v_bits)}",
+                setting="method.symmetric",
             )
         if (self.symmetric or self.splits > 1) and named.has_form:
-            raise ValueError(
+            raise SettingsConflict(
                 f"tier={self.tier} says itself how its scales are made; leave symmetric=false and splits=1, or choose "
-                "an integer tier such as int4"
+                "an integer tier such as int4",
+                setting="method.tier",
             )
         if not (named.native or named.fp8 or named.has_form):
             named = replace(named, k_splits=self.splits, v_splits=self.splits, symmetric=self.symmetric)
         if self.scales is not None:
             if named != Tier.parse("fp8"):
-                raise ValueError(
-                    f"scales of a calibration are for tier=fp8, and tier={self.tier} has its own; leave scales out"
+                raise SettingsConflict(
+                    f"scales of a calibration are for tier=fp8, and tier={self.tier} has its own; leave scales out",
+                    setting="method.scales",
                 )
             self.scales = read_table(self.scales, "scales")  # the numbers themselves, whatever the path
             self.head_scales = _read_scales(self.scales)
@@ -96,9 +112,10 @@ def _read_scales(rows: Sequence[Sequence[float]]) -> HeadScales:
     """
     half, odd = divmod(len(rows[0]), 2)
     if odd or not all(0 < number < math.inf for row in rows for number in row):
-        raise ValueError(
+        raise SettingValue(
             "method.scales: a line has scales above 0 of a layer's keys and then as many of its values; `kvbench "
-            "scales` writes such a file"
+            "scales` writes such a file",
+            setting="method.scales",
         )
     keys, values = (tuple(tuple(row[part]) for row in rows) for part in (slice(half), slice(half, None)))
     return HeadScales(keys=keys, values=values)

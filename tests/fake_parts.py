@@ -12,6 +12,7 @@ import torch
 from omegaconf import OmegaConf
 
 from kvbench.engine.requests import Outcome, Request
+from kvbench.errors import SettingValue
 from kvbench.policy import Bounds, Extent, Policy
 from kvbench.results.sample import journal_record
 from kvbench.runs.parts import Loaders
@@ -28,7 +29,8 @@ class FakePolicy(Policy):
 
     def __post_init__(self) -> None:
         if not 0 < self.ratio <= 1:
-            raise ValueError(f"method.ratio={self.ratio} is outside (0, 1]; give the share of the cache to keep")
+            said = f"method.ratio={self.ratio} is outside (0, 1]; give the share of the cache to keep"
+            raise SettingValue(said, setting="method.ratio")
 
     def bounds(self, extent: Extent) -> Bounds:
         """The share of the prompt that was asked for."""

@@ -7,6 +7,9 @@ import pytest
 
 from kvbench.errors import KvbenchError
 
+ERROR = r"error(?:\[[a-z-]+\])?: "
+"""Regular expression of how the command line begins an error; one of kvbench's own has its code."""
+
 
 @contextmanager
 def refused(code: str, setting: str | None = None, *values: object) -> Iterator[pytest.ExceptionInfo[KvbenchError]]:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hydra.utils import get_class
+from refusals import ERROR
 
 from kvbench.cli.main import main
 from kvbench.config.files import options
@@ -207,7 +208,7 @@ def trip(seed: int, folder: Path, *, first: int = 0, step: int = 1) -> Outcome:
     code, said = give(*command)
     if code == 2 and "Traceback" not in said and not list(results.rglob("run.json")):
         found.refused = said.strip().splitlines()[-1] if said.strip() else ""
-        if not found.refused.startswith("error: ") or re.search(r" on \w+: \d+ samples", said):
+        if not re.match(ERROR, found.refused) or re.search(r" on \w+: \d+ samples", said):
             found.faults.append(f"the refusal came late or is none: {said[-400:]}")
         return found
     runs = [path.parent for path in results.glob("*/*/*/*/run.json")]

@@ -68,7 +68,7 @@ def sizes() -> dict[tuple[bool, str], tuple[int, int, int]]:
 # Kinds of documents: those that are meant to be read, reference that is found by search, and records of measurements.
 KINDS = ("read", "reference", "generated", "records")
 MOST_READ = 20_000
-_GENERATED = ("docs/reference/methods.md", "docs/reference/settings.md", "docs/reference/models.md")
+_GENERATED = tuple(f"docs/reference/{name}.md" for name in ("methods", "settings", "models", "errors"))
 
 
 def kind_of(name: str) -> str:

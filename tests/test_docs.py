@@ -6,6 +6,7 @@ import importlib.util
 import re
 import shlex
 from functools import cache
+from importlib import import_module
 
 import pytest
 import size
@@ -13,7 +14,7 @@ from hydra.utils import instantiate
 from places import ROOT, WITHOUT
 
 import kvbench
-from kvbench.cli import method_table, settings_table
+from kvbench.cli import error_table, method_table, settings_table
 from kvbench.cli.commands import compose_command
 from kvbench.cli.sweeping import PLUGINS
 from kvbench.cli.words import split_command
@@ -21,6 +22,7 @@ from kvbench.config import files as listing
 from kvbench.config.compose import compose
 from kvbench.config.methods import method_settings
 from kvbench.config.settings import as_dict, read_config
+from kvbench.errors import CODES
 
 pytestmark = pytest.mark.skipif(bool(WITHOUT), reason="the documents are of the core and all extensions")
 WITH_RUNS = ("suite", "paper", "offline")  # commands whose words go to their runs, but for their own settings
@@ -53,6 +55,16 @@ def test_the_page_of_settings_is_the_codes():
             listed = as_dict(read_config(listing.path_of(group, name)))
             for key in set(listed.get(group, listed)) - {"_target_", "defaults"}:
                 assert re.search(rf"^- `{key}=", part, re.MULTILINE), (name, key)
+
+
+def test_the_page_of_errors_is_the_codes():
+    """It is what `make docs` writes today, and has every code that an imported class registers, once, and no other."""
+    text = (ROOT / "docs" / "reference" / "errors.md").read_text()
+    assert text == error_table.render(), "run `make docs`"
+    listed = re.findall(r"^\| `([\w-]+)` \| \S", text, re.MULTILINE)
+    for module in sorted({one.module for one in error_table.coded()}):
+        import_module(module)
+    assert sorted(code for code, kind in CODES.items() if kind.__module__.startswith("kvbench.")) == listed
 
 
 @pytest.mark.parametrize("name", sorted(listing.options("method")))

@@ -24,7 +24,7 @@ KNOWS = {
     "errors": set(),
     "stats": {"errors"},
     "kernels": set(),
-    "rules": set(),
+    "rules": {"errors"},
     "policy": {"errors", "rules"},
     "config": {"errors", "rules", "__init__"},
     "methods": {"policy"},
@@ -184,6 +184,41 @@ def test_a_file_is_read_in_one_go():
     """No source file has more than 420 lines, in Python or in C++."""
     paths = [*modules().values(), *(ROOT / "kernels").rglob("*.h"), *(ROOT / "kernels").rglob("*.cpp")]
     assert not [path.name for path in paths if path.read_text().count("\n") > 420]
+
+
+# Files of kvbench that may make a ValueError without a code: how many, and why no user sees it.
+UNCODED = {
+    "kvbench.api.generate": (1, "Generation.text of several answers: a slip of the caller's code"),
+    "kvbench.config.settings": (2, "caught by its own function, which names the file"),
+    "kvbench.lm": (2, "an answer that failed inside lm-eval's loop; the message holds the cause"),
+    "kvbench.models.gguf": (5, "caught by check_gguf, which names the file"),
+    "kvbench.models.gguf_header": (7, "caught by check_gguf"),
+    "kvbench.policy.tiers": (1, "caught by Tier.parse, which names the setting"),
+}
+# Rooms that are converted next; kernels/ know no room, so that they stay as they are.
+NOT_YET_CODED = {"tasks", "results", "evidence", "stats", "sizing", "show", "extensions"}
+
+
+def uncoded(source):
+    """How often a source makes a ValueError, or derives from it, instead of a kind of KvbenchError."""
+    nodes = [*ast.walk(ast.parse(source))]
+    made = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "ValueError"]
+    bare = [
+        node for node in nodes if isinstance(node, ast.Raise) and node.exc and ast.unparse(node.exc) == "ValueError"
+    ]
+    bases = [base for node in nodes if isinstance(node, ast.ClassDef) for base in node.bases]
+    return len(made) + len(bare) + sum(ast.unparse(base) == "ValueError" for base in bases)
+
+
+def test_errors_have_codes():
+    """What a user can act on is a kind of KvbenchError; each further ValueError is counted above, with a reason."""
+    found = {
+        name: count
+        for name, path in modules().items()
+        if room(name) not in {*NOT_YET_CODED, "kernels", "errors"} and (count := uncoded(path.read_text()))
+    }
+    assert found == {name: count for name, (count, _) in UNCODED.items()}
+    assert uncoded("raise ValueError\nx = ValueError('y')\nclass Z(ValueError): ...") == 3
 
 
 def test_no_two_files_of_tests_have_one_name():

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from kvbench.errors import ArgumentValue
+
 
 class Columns:
     """The tokens that a cache has read, int64 [B, N], and which of them are no padding, bool [B, N]."""
@@ -34,19 +36,24 @@ class Columns:
         kept, width = torch.ones_like(tokens, dtype=torch.bool), tokens.shape[1]
         if mask is not None:
             if mask.ndim != 2 or len(mask) != len(tokens):
-                raise ValueError(
+                raise ArgumentValue(
                     f"attention_mask has shape {tuple(mask.shape)}; give one of the new columns, "
-                    f"{tuple(tokens.shape)}, or of all"
+                    f"{tuple(tokens.shape)}, or of all",
+                    setting="attention_mask",
                 )
             mask = mask.to(tokens.device).bool()
             if mask.shape[1] > width and not torch.equal(mask[:, :-width], self._kept):
-                raise ValueError(
+                raise ArgumentValue(
                     "attention_mask hides tokens that the cache has read, such as the padding behind a row that ended "
-                    "before others; go on with such rows one by one"
+                    "before others; go on with such rows one by one",
+                    setting="attention_mask",
                 )
             kept = mask[:, -width:]
             if not bool(kept[:, -1].all()):
-                raise ValueError("attention_mask hides the last token of a row; put the padding of a turn at its left")
+                raise ArgumentValue(
+                    "attention_mask hides the last token of a row; put the padding of a turn at its left",
+                    setting="attention_mask",
+                )
         _check_positions(positions, kept, self._kept.sum(1, keepdim=True), len(self))
         return kept
 
@@ -56,15 +63,17 @@ class Columns:
         assert self._tokens is not None, "a prompt was read"
         read, seen, shape = self._tokens, len(self), None if prompt is None else tuple(prompt.shape)
         if prompt is None or prompt.ndim != 2 or len(prompt) != len(read) or prompt.shape[1] <= seen:
-            raise ValueError(
+            raise ArgumentValue(
                 f"input_ids has shape {shape}, but the cache that goes on has read {tuple(read.shape)}; give the whole "
-                "conversation: what generate returned, and the next turn behind it"
+                "conversation: what generate returned, and the next turn behind it",
+                setting="input_ids",
             )
         if bool((other := (prompt[:, :seen].to(read.device) != read).any(0)).any()):
-            raise ValueError(
+            raise ArgumentValue(
                 f"input_ids differs from what the cache has read at column {int(other.nonzero()[0, 0])} of {seen}; put "
                 "the tokens of the next turn behind those that generate returned (a chat that is rendered anew may "
-                "have others), or leave past_key_values out"
+                "have others), or leave past_key_values out",
+                setting="input_ids",
             )
         return prompt.shape[1] - seen
 
@@ -74,16 +83,20 @@ def _kept(tokens: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         return torch.ones_like(tokens, dtype=torch.bool)
     if mask.shape != tokens.shape:
-        raise ValueError(f"attention_mask has shape {tuple(mask.shape)}; give one of input_ids' {tuple(tokens.shape)}")
+        raise ArgumentValue(
+            f"attention_mask has shape {tuple(mask.shape)}; give one of input_ids' {tuple(tokens.shape)}",
+            setting="attention_mask",
+        )
     kept = mask.to(tokens.device).bool()
     counts = kept.sum(1)
     expected = torch.arange(tokens.shape[1], device=tokens.device) >= tokens.shape[1] - counts[:, None]
     if not bool((kept == expected).all()):
-        raise ValueError(
-            "attention_mask hides tokens elsewhere than at the left of a row; set tokenizer.padding_side = 'left'"
+        raise ArgumentValue(
+            "attention_mask hides tokens elsewhere than at the left of a row; set tokenizer.padding_side = 'left'",
+            setting="attention_mask",
         )
     if not bool(counts.all()):
-        raise ValueError("a row of the batch has nothing but padding; leave it out")
+        raise ArgumentValue("a row of the batch has nothing but padding; leave it out", setting="attention_mask")
     return kept
 
 
@@ -99,9 +112,10 @@ def _check_positions(positions: Tensor | None, kept: Tensor, before: Tensor, col
         position_ids = positions.to(kept.device)
         if any(bool(((position_ids == wanted) | ~kept).all()) for wanted in (counted, by_column)):
             return
-    raise ValueError(
+    raise ArgumentValue(
         f"position_ids of shape {tuple(positions.shape)} are not those of the text: a compressed cache counts tokens "
-        f"from 0 on, without padding, and the next one is {counted[:, 0].tolist()[:4]}; leave position_ids out"
+        f"from 0 on, without padding, and the next one is {counted[:, 0].tolist()[:4]}; leave position_ids out",
+        setting="position_ids",
     )
 
 

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from kvbench.api.columns import Columns
 from kvbench.api.generate import begin
-from kvbench.api.refusals import REFUSED, check
+from kvbench.api.refusals import REFUSED, check, check_forward
 from kvbench.engine import hf
 from kvbench.engine.admission import keep_tables
 from kvbench.engine.runner import Runner
+from kvbench.errors import ArgumentValue, PromptLength, Unsupported, check_whole
 from kvbench.models.load import LoadedModel
 from kvbench.policy import Policy
 
@@ -39,7 +40,7 @@ class _Cache:
     is_linear = (False,)  # since 5.24, of every layer: whether it has a state instead of keys and values
 
     def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
-        raise ValueError(
+        raise Unsupported(
             "rows of a compressed cache only grow at their end: beams, candidates, copies and undone tokens are not "
             "possible inside kvbench.compress; use greedy decoding or sampling"
         )
@@ -119,7 +120,9 @@ class CompressedCache(_Cache):
         prompts = [row[row_mask].tolist() for row, row_mask in zip(tokens, kept, strict=True)]
         longest = max(map(len, prompts))
         if longest >= self._max_tokens:
-            raise ValueError(f"a prompt of {longest} tokens leaves no room in the model's context, {self._max_tokens}")
+            raise PromptLength(
+                f"a prompt of {longest} tokens leaves no room in the model's context, {self._max_tokens}"
+            )
         rooms = [self._max_tokens - len(prompt) for prompt in prompts]
         limits = [room if batch.new_tokens is None else min(batch.new_tokens, room) for room in rooms]
         lengths, is_said = self._runner.lengths, batch.new_tokens is not None
@@ -142,9 +145,10 @@ class CompressedCache(_Cache):
         have padding in front; logits [B, vocabulary] after it."""
         width = tokens.shape[1]
         if len(tokens) != len(self._rows):
-            raise ValueError(
+            raise ArgumentValue(
                 f"the cache of kvbench.compress holds {len(self._rows)} rows, not {len(tokens)}; a new prompt begins a "
-                "new cache: leave past_key_values out"
+                "new cache: leave past_key_values out",
+                setting="past_key_values",
             )
         self._check_room(width)
         kept = self._columns.of_turn(tokens, mask, positions)
@@ -178,29 +182,25 @@ class CompressedCache(_Cache):
     def _check_room(self, more: int) -> None:
         """Raises ValueError unless every row has room for more tokens."""
         if more > self._left:
-            raise ValueError(
+            raise PromptLength(
                 f"{more} more tokens do not fit into a cache that has room for {self._left}: give compress "
                 "room_tokens=..., all that comes behind a prompt, or hand the cache to the first generate, too; the "
-                f"model's context is {self._max_tokens} tokens"
+                f"model's context is {self._max_tokens} tokens",
+                setting="room_tokens",
             )
 
     def _forward(self, arguments: dict[str, Any]) -> "CausalLMOutputWithPast":
         """One call of the model's `forward`, with the arguments that it was given."""
         from transformers.modeling_outputs import CausalLMOutputWithPast
 
-        tokens, batch = arguments.get("input_ids"), _taken(arguments, self)
-        for name in ("use_cache", "inputs_embeds", "output_attentions", "output_hidden_states"):
-            check(name, arguments.get(name))
-        if arguments.get("labels") is not None:
-            raise ValueError("labels: a loss needs every logit of an uncompressed pass; compute it outside the block")
-        if tokens is None or tokens.ndim != 2 or not tokens.numel():
-            raise ValueError("kvbench.compress needs input_ids of shape [batch, tokens], with at least one of each")
+        batch, tokens = _taken(arguments, self), check_forward(arguments)
         goes_on = batch is not None and batch.is_read
         last = arguments.get("logits_to_keep")
         if not (goes_on and tokens.shape[1] == 1) and not (isinstance(last, int) and last == 1):
-            raise ValueError(
+            raise ArgumentValue(
                 f"logits_to_keep={last!r}: inside kvbench.compress a prompt gives the logits "
-                "after its last token; pass logits_to_keep=1, as generate does"
+                "after its last token; pass logits_to_keep=1, as generate does",
+                setting="logits_to_keep",
             )
         model_inputs = tokens.to(self._runner.device), arguments.get("attention_mask"), arguments.get("position_ids")
         if goes_on:
@@ -238,19 +238,17 @@ class BatchCache(_Cache):
 
     def _check_last(self) -> None:
         if self._cache._batch is not self:
-            raise ValueError(
-                f"past_key_values is the cache of prompt {self.number} of this kvbench.compress block, which holds "
-                f"prompt {self._cache._batch.number} now: a block holds one at a time; read the whole text again"
-            )
+            raise self._gone(f"prompt {self._cache._batch.number} now: a block holds one at a time")
 
     def _check_held(self) -> None:
         """Raises ValueError where nothing can be read with this cache."""
         self._check_last()
         if self.is_read and not self._cache._rows:
-            raise ValueError(
-                f"past_key_values is the cache of prompt {self.number} of this kvbench.compress block, which holds "
-                "nothing any more; read the whole text again"
-            )
+            raise self._gone("nothing any more")
+
+    def _gone(self, held: str) -> ArgumentValue:
+        text = f"past_key_values is the cache of prompt {self.number} of this kvbench.compress block, which holds "
+        return ArgumentValue(f"{text}{held}; read the whole text again", setting="past_key_values")
 
 
 class _Block(AbstractContextManager[CompressedCache]):
@@ -306,8 +304,8 @@ def compress(
             store (`UnsupportedModel`), it is compressed already, or `generate` is asked for what a compressed cache
             cannot do.
     """
-    if room_tokens is not None and (not isinstance(room_tokens, int) or room_tokens < 1):
-        raise ValueError(f"room_tokens={room_tokens!r} must be a whole number of at least 1, or None")
+    if room_tokens is not None:
+        check_whole("room_tokens", room_tokens, 1, ", or None")
     return _Block(_compressed(model, method, backend, room_tokens, settings))
 
 
@@ -316,7 +314,7 @@ def _compressed(
     model: "PreTrainedModel", method: str | Policy, backend: str, room_tokens: int | None, settings: dict[str, Any]
 ) -> Iterator[CompressedCache]:
     if hasattr(model.forward, _IS_OURS):
-        raise ValueError("the model is inside a kvbench.compress block already; leave that one first")
+        raise Unsupported("the model is inside a kvbench.compress block already; leave that one first")
     loaded, policy = begin(model, None, method, settings)
     with hf.attached(model):
         cache = CompressedCache(loaded, policy, backend, room_tokens)

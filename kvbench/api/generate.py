@@ -10,6 +10,7 @@ from kvbench.engine import hf
 from kvbench.engine.engine import Engine, grouped
 from kvbench.engine.requests import Outcome, Request
 from kvbench.engine.supported import num_full_layers
+from kvbench.errors import SettingsConflict, SettingValue, check_whole
 from kvbench.models.load import LoadedModel
 from kvbench.models.rotary import context_length
 from kvbench.policy import Policy, check_sizes
@@ -171,23 +172,26 @@ def choose_policy(method: str | Policy, settings: Mapping[str, object]) -> Polic
     """Policy of a call: a method by name, with settings that override its YAML."""
     if not isinstance(method, str):
         if settings:
-            raise ValueError(
+            raise SettingsConflict(
                 f"{', '.join(settings)} cannot be set beside a policy that was made already; give it to "
-                f"{type(method).__name__}(...)"
+                f"{type(method).__name__}(...)",
+                setting=f"method.{next(iter(settings))}",
             )
         return method
     if settings.get(calibration.KEY) is not None:
-        raise ValueError(
+        raise SettingsConflict(
             f"{calibration.KEY}={settings[calibration.KEY]} is for one model, which cannot be checked for a model in "
-            "memory; give the settings of that file instead, or use kvbench.run"
+            "memory; give the settings of that file instead, or use kvbench.run",
+            setting=f"method.{calibration.KEY}",
         )
     return make_policy(compose([f"method={method}", *words_of(settings, "method.")]).method)
 
 
 def _check(max_new_tokens: int, temperature: float, top_p: float) -> None:
-    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens!r} must be a whole number of at least 1")
+    check_whole("max_new_tokens", max_new_tokens, 1)
     if not temperature >= 0:
-        raise ValueError(f"temperature={temperature!r} must be at least 0, which takes the most likely token")
+        raise SettingValue(
+            f"temperature={temperature!r} must be at least 0, which takes the most likely token", setting="temperature"
+        )
     if not 0 < top_p <= 1:
-        raise ValueError(f"top_p={top_p!r} must be in (0, 1]")
+        raise SettingValue(f"top_p={top_p!r} must be in (0, 1]", setting="top_p")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvbench.config import files
 from kvbench.config.methods import read_method
 from kvbench.engine import hf
+from kvbench.errors import ArgumentValue
 from kvbench.models.files import combine_fingerprints
 from kvbench.models.load import LoadedModel
 from kvbench.models.rotary import context_length
@@ -32,7 +33,10 @@ def method_of(policy: Policy) -> tuple[str, dict[str, Any]]:
     kind = type(policy)
     target = f"{kind.__module__}.{kind.__qualname__}"
     if "<locals>" in target:
-        raise ValueError(f"policy={kind.__qualname__} is defined inside a function; define it at the top of a module")
+        raise ArgumentValue(
+            f"policy={kind.__qualname__} is defined inside a function; define it at the top of a module",
+            setting="policy",
+        )
     policy_class(target)
     settings = {item.name: _plain(getattr(policy, item.name)) for item in fields(policy) if item.init}
     return _name_of(target, kind.__name__), {"_target_": target, **settings}
@@ -60,7 +64,9 @@ def shared(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase | None"
         ValueError: The tokenizer is missing.
     """
     if tokenizer is None:
-        raise ValueError("tokenizer=None: a model that is loaded already needs its tokenizer, too")
+        raise ArgumentValue(
+            "tokenizer=None: a model that is loaded already needs its tokenizer, too", setting="tokenizer"
+        )
     name = re.sub(r"[^\w.-]", "-", Path(str(model.config.name_or_path or model.config.model_type)).name)
     loaded = LoadedModel(
         model=model.eval(),

@@ -1,5 +1,13 @@
 """Requests of transformers' `generate` and `forward` that a compressed cache refuses."""
 
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from kvbench.errors import ArgumentValue
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 # Requests of `generate` that need more of a cache than rows that grow at their end: the values that ask for nothing,
 # and what asks for more.
 REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
@@ -33,7 +41,28 @@ def check(name: str, value: object) -> None:
     if any(value is known or (isinstance(value, bool | int | float | str) and value == known) for known in harmless):
         return
     shown = value if isinstance(value, bool | int | float | str) else type(value).__name__
-    raise ValueError(
+    raise ArgumentValue(
         f"{name}={shown} asks for {what}, which a compressed cache does not do; inside kvbench.compress use greedy "
-        "decoding or sampling, one pass over each prompt, and no other cache"
+        "decoding or sampling, one pass over each prompt, and no other cache",
+        setting=name,
     )
+
+
+def check_forward(arguments: Mapping[str, Any]) -> "Tensor":
+    """The `input_ids` of a call of `forward`, int64 [batch, tokens].
+
+    Raises:
+        ArgumentValue: An argument is one with which a compressed cache reads nothing, or that it does not support.
+    """
+    for name in ("use_cache", "inputs_embeds", "output_attentions", "output_hidden_states"):
+        check(name, arguments.get(name))
+    if arguments.get("labels") is not None:
+        raise ArgumentValue(
+            "labels: a loss needs every logit of an uncompressed pass; compute it outside the block", setting="labels"
+        )
+    tokens = arguments.get("input_ids")
+    if tokens is None or tokens.ndim != 2 or not tokens.numel():
+        raise ArgumentValue(
+            "kvbench.compress needs input_ids of shape [batch, tokens], with at least one of each", setting="input_ids"
+        )
+    return tokens

@@ -20,6 +20,7 @@ from kvbench.config.compose import compose, for_their_methods, words_of
 from kvbench.config.files import FULL
 from kvbench.config.one_file import is_method_file
 from kvbench.config.shorthand import every_setting
+from kvbench.errors import ArgumentValue, SettingsConflict
 from kvbench.policy import Policy
 from kvbench.results import provenance
 from kvbench.results.record import RunRecord
@@ -202,11 +203,16 @@ def run(
         **method_settings,
     }
     if policy is not None and method_settings:
-        raise ValueError(f"{', '.join(method_settings)} cannot be set of a policy that was made already; give it there")
+        raise SettingsConflict(
+            f"{', '.join(method_settings)} cannot be set of a policy that was made already; give it there",
+            setting=f"method.{next(iter(method_settings))}",
+        )
     if isinstance(model, str):
         return _run([wanted], config_dir, policy=policy)[0]
     if not hasattr(model, "state_dict"):
-        raise ValueError(f"model is a {type(model).__name__}; give a name, a folder, a hub id, or a loaded model")
+        raise ArgumentValue(
+            f"model is a {type(model).__name__}; give a name, a folder, a hub id, or a loaded model", setting="model"
+        )
     with shared(model, tokenizer) as (group, loaders):
         return _run([wanted | {"model": "hf"}], config_dir, policy=policy, model=group, loaders=loaders)[0]
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from kvbench.api.load import run_row
 from kvbench.config import extensions, files
 from kvbench.config.compose import compose, words_of
+from kvbench.errors import PackageMissing
 from kvbench.evidence import compare as comparing
 from kvbench.evidence.load import load_groups
 
@@ -77,7 +78,7 @@ def bytes(method: str = "full", *, model: str = "llama3-8b", length: int = 32768
 
     counting: Callable[..., list[dict[str, Any]]] | None = next(extensions.hooks("python.bytes"), None)
     if counting is None:
-        raise ValueError("kvbench.bytes is a part of the extension advise, which is not installed")
+        raise PackageMissing("kvbench.bytes is a part of the extension advise, which is not installed")
     return pd.DataFrame(counting([f"method={method}", *words_of({"model": model, "length": length, **settings})]))
 
 

@@ -16,6 +16,7 @@ from kvbench.cache.paged import Kept, Paged, PromptLayer
 from kvbench.cache.pages import Pages
 from kvbench.cache.rotation import Rotations
 from kvbench.cache.steps import PagedStep
+from kvbench.errors import SettingsConflict
 from kvbench.kernels.backend import FusedStep
 from kvbench.kernels.operands import Ring, StepRing, TierPages
 from kvbench.policy import DecodePlan, Policy, Residual
@@ -245,9 +246,10 @@ class Buffered(Paged):
         self, row: int, layer: int, k: Tensor, v: Tensor, tier_of: Tensor, pos: list[Tensor], peak: Callable[[], None]
     ) -> None:
         if bool((tier_of != 0).any()):
-            raise ValueError(
+            raise SettingsConflict(
                 f"{type(self.policy).__name__} drops tokens of a prompt that is read in chunks, which its residual "
-                "buffer does not allow; set prefill.chunk=null"
+                "buffer does not allow; set prefill.chunk=null",
+                setting="prefill.chunk",
             )
         heads, end, device = len(k), tier_of.shape[1], k.device
         first, lists, table = end - k.shape[1], self.lists_of_layer(row, layer), self.pages.table

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvbench.cache.ranks import ALONE, Ranks
 from kvbench.cache.rotation import KINDS, Kind, check_rotation
+from kvbench.errors import BrokenRule, SettingsConflict, SettingValue, Unsupported
 from kvbench.kernels.format import PageFormat, SlotFormat, choose_page_bytes
 from kvbench.kernels.operands import PLAIN, Softmax, Window
 from kvbench.policy import Policy, ReadSpec, Tier
@@ -235,12 +236,12 @@ def _num_groups(side: str, tier: Tier, shape: ModelShape, policy: Policy | None)
     if shape.head_dim % size:
         wrong = f"does not divide the head dim {shape.head_dim}"
         if tier.has_form:
-            raise ValueError(
+            raise Unsupported(
                 f"{tier.name} shares a scale among {size} channels, which {wrong}; choose another format, such as int4"
             )
         known = (key for key in (name, f"{side}_{name}") if hasattr(policy, key))
         setting = next((f"method.{key}" for key in known), f"{side}_{name}")
-        raise ValueError(f"{setting}={size} {wrong}; choose a divisor")
+        raise SettingValue(f"{setting}={size} {wrong}; choose a divisor", setting=setting)
     return shape.head_dim // group if group else splits
 
 
@@ -248,7 +249,7 @@ def compile_formats(policy: Policy, shape: ModelShape, options: StoreOptions) ->
     """Page formats of all tiers, sharing one page size; raises ValueError for what does not go together."""
     tiers = policy.tiers
     if not 1 <= len(tiers) <= 4:
-        raise ValueError(f"{type(policy).__name__} has {len(tiers)} tiers; the page tables hold one to four")
+        raise BrokenRule(f"{type(policy).__name__} has {len(tiers)} tiers; the page tables hold one to four")
     if policy.by_layer is not None:
         _check_layers(policy, shape)
     _check_channels(policy, options)
@@ -259,22 +260,23 @@ def compile_formats(policy: Policy, shape: ModelShape, options: StoreOptions) ->
     slots = [compile_tier(tier, shape, track, policy) for tier in tiers]
     if any(s.channel_keys for s in slots):
         if policy.residual is None:
-            raise ValueError(
+            raise BrokenRule(
                 f"{type(policy).__name__}: keys with per-channel scales are written in groups and need a residual "
                 "buffer"
             )
         for slot in slots:
             if policy.residual.num_tokens % slot.group_tokens:
-                raise ValueError(
+                raise SettingsConflict(
                     f"residual={policy.residual.num_tokens} must be a multiple of the key group {slot.group_tokens}, "
                     "because the buffer leaves in whole groups"
                 )
     if policy.residual is not None and ((len(tiers) > 1 and policy.by_layer is None) or policy.score.decode_update):
-        raise ValueError(f"{type(policy).__name__}: a residual buffer works with one tier and without decode_update")
+        raise BrokenRule(f"{type(policy).__name__}: a residual buffer works with one tier and without decode_update")
     if policy.residual is not None and track:
-        raise ValueError(
+        raise SettingsConflict(
             f"store.track={list(track)} cannot be kept behind a residual buffer, whose tokens have no such fields; "
-            "set store.track=[]"
+            "set store.track=[]",
+            setting="store.track",
         )
     if policy.reading is not None:
         return (_readable_format(policy, policy.reading, slots, options),)
@@ -282,8 +284,9 @@ def compile_formats(policy: Policy, shape: ModelShape, options: StoreOptions) ->
     size = page_bytes if isinstance(page_bytes, int) else choose_page_bytes(slots, tiled=page_bytes == "tiles")
     formats = tuple(PageFormat(slot, size) for slot in slots)
     if options.budget_bytes is not None and options.budget_bytes < size:
-        raise ValueError(
-            f"store.budget_bytes={options.budget_bytes} is below one page ({size} B); raise it or set store.page_bytes"
+        raise SettingValue(
+            f"store.budget_bytes={options.budget_bytes} is below one page ({size} B); raise it or set store.page_bytes",
+            setting="store.budget_bytes",
         )
     return formats
 
@@ -291,16 +294,18 @@ def compile_formats(policy: Policy, shape: ModelShape, options: StoreOptions) ->
 def _check_layers(policy: Policy, shape: ModelShape) -> None:
     name, setting = type(policy).__name__, "method.tiers_by_layer or method.protect_layers"
     if policy.acts_in_decode or policy.compaction or policy.score.decode_update or policy.reading is not None:
-        raise ValueError(
+        raise SettingsConflict(
             f"{name} ranks or reads single slots while decoding, for which all layers have one precision; leave "
-            f"{setting} out, or choose a method that decides about the prompt alone"
+            f"{setting} out, or choose a method that decides about the prompt alone",
+            setting="method.tiers_by_layer",
         )
     assert policy.by_layer is not None, "the caller looked"
     table = policy.by_layer.of_model(shape.num_layers, shape.num_kv_heads)
     if policy.residual is not None and any(len(set(row)) > 1 for row in table):
-        raise ValueError(
+        raise SettingsConflict(
             f"{name} has a residual buffer, which leaves a layer's heads together; give {setting} one precision per "
-            "layer"
+            "layer",
+            setting="method.tiers_by_layer",
         )
 
 
@@ -310,19 +315,21 @@ def _check_channels(policy: Policy, options: StoreOptions) -> None:
         return
     name = type(policy).__name__
     if not orders:
-        raise ValueError(f"{name} stores some key channels only, but {statistic} does not measure them (of_channels)")
+        raise BrokenRule(f"{name} stores some key channels only, but {statistic} does not measure them (of_channels)")
     looks = policy.compaction or policy.reading is not None or policy.score.statistic.answers("of_token")
     if looks or policy.residual is not None or policy.by_layer is not None or policy.in_chunks:
-        raise ValueError(
+        raise Unsupported(
             f"{name} orders key channels once, behind the prompt: it cannot measure keys later, read pages by bounds, "
             "have a residual buffer or precisions by layer, or read a prompt in chunks"
         )
     if policy.position_mode != "absolute" or policy.granularity != "kv_head":
-        raise ValueError(f"{name} orders the channels of KV heads' keys, which are stored with their positions")
+        raise BrokenRule(f"{name} orders the channels of KV heads' keys, which are stored with their positions")
     by_tier = options.rotation != "off" and any(tier.rotated != "none" for tier in policy.tiers)
     if options.rotation == "hadamard" or by_tier:
-        raise ValueError(
-            f"store.rotation={options.rotation} mixes the key channels that {name} tells apart; set store.rotation=none"
+        raise SettingsConflict(
+            f"store.rotation={options.rotation} mixes the key channels that {name} tells apart; set "
+            "store.rotation=none",
+            setting="store.rotation",
         )
 
 
@@ -331,32 +338,37 @@ def _check_keys_only(policy: Policy, options: StoreOptions) -> None:
     name = type(policy).__name__
     asks = "of a model with latent attention keys and values are the same vectors, held once"
     if check_rotation(options.rotation, policy):
-        raise ValueError(
+        raise SettingsConflict(
             f"store.rotation={options.rotation} or the format of {name} turns keys; {asks}, and are not turned; choose "
-            "another format, or set store.rotation=off"
+            "another format, or set store.rotation=off",
+            setting="store.rotation",
         )
     if policy.score.orders_channels or policy.codebooks is not None or policy.head_scales is not None:
-        raise ValueError(f"{name} has channels or tables of codes for keys alone; {asks}; choose another method")
+        raise Unsupported(f"{name} has channels or tables of codes for keys alone; {asks}; choose another method")
     if "attention_call" in policy.score.statistic.needs:
-        raise ValueError(f"{name} makes a layer's queries again by itself; {asks}; choose another method")
+        raise Unsupported(f"{name} makes a layer's queries again by itself; {asks}; choose another method")
 
 
 def _readable_format(policy: Policy, reading: ReadSpec, slots: list[SlotFormat], options: StoreOptions) -> PageFormat:
     """Pages of as many slots as the policy's `ReadSpec` says, each with the bounds of its keys."""
     moves = policy.acts_in_decode or policy.compaction or policy.score.decode_update
     if moves or policy.residual is not None or len(slots) > 1 or policy.position_mode != "absolute":
-        raise ValueError(
+        raise BrokenRule(
             f"{type(policy).__name__}: pages are read by bounds only where every token stays in the one tier it was "
             "written to, with its position, and no scores are updated"
         )
     if isinstance(options.page_bytes, int):
-        raise ValueError(
+        raise SettingsConflict(
             f"store.page_bytes={options.page_bytes}: the method fixes {reading.page_tokens} tokens per page; "
-            "set store.page_bytes=auto"
+            "set store.page_bytes=auto",
+            setting="store.page_bytes",
         )
     needed = reading.page_tokens // slots[0].token_quantum * slots[0].quantum_bytes
     bounds = 2 * slots[0].head_dim * slots[0].dtype.itemsize
     page = PageFormat(slots[0], -(-(needed + bounds) // 16) * 16, bounds=True)
     if options.budget_bytes is not None and options.budget_bytes < page.page_bytes:
-        raise ValueError(f"store.budget_bytes={options.budget_bytes} is below one page ({page.page_bytes} B); raise it")
+        raise SettingValue(
+            f"store.budget_bytes={options.budget_bytes} is below one page ({page.page_bytes} B); raise it",
+            setting="store.budget_bytes",
+        )
     return page

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.layout import ModelShape
-from kvbench.errors import NotForModel
+from kvbench.errors import NotForModel, SettingsConflict, SettingValue
 from kvbench.policy import Policy
 
 Table = Sequence[Sequence[float]]  # per layer, the channels of all KV heads
@@ -151,42 +151,56 @@ def check_key_offset(offset: str | Table, policy: Policy, chunk: int | None = No
     name = type(policy).__name__
     setting = f"store.key_offset={offset if isinstance(offset, str) else 'a table'}"
     if isinstance(offset, str) and offset not in KINDS:
-        raise ValueError(f"{setting} is a path, and a store takes numbers; give a table of numbers, or one of {KINDS}")
+        raise SettingValue(
+            f"{setting} is a path, and a store takes numbers; give a table of numbers, or one of {KINDS}",
+            setting="store.key_offset",
+        )
     if offset == "bias":
         _check_bias(policy, setting)
         return
     if policy.position_mode != "absolute":
-        raise ValueError(
+        raise SettingsConflict(
             f"{setting} needs keys that are stored with their positions, but {name} stores them without "
             f"(position_mode={policy.position_mode}), and rotated on reading one vector is another one at every "
             "position; set store.key_offset=none, or method.position_mode=absolute or method.pre_rope=false where the "
-            "method has that option"
+            "method has that option",
+            setting="store.key_offset",
         )
     if policy.codebooks is not None or policy.head_scales is not None:
-        raise ValueError(
-            f"{setting}: the tables of {name} were measured of keys as they are; set store.key_offset=none"
+        raise SettingsConflict(
+            f"{setting}: the tables of {name} were measured of keys as they are; set store.key_offset=none",
+            setting="store.key_offset",
         )
     if policy.reading is not None and policy.reading.group_reduce == "max":
-        raise ValueError(
+        raise SettingsConflict(
             f"{setting}: {name} chooses pages by the largest bound of a group of query heads, and each head's bounds "
-            "would be shifted by another number; set store.key_offset=none, or method.group=mean"
+            "would be shifted by another number; set store.key_offset=none, or method.group=mean",
+            setting="store.key_offset",
         )
     if offset == "prompt" and chunk is not None:
-        raise ValueError(
+        raise SettingsConflict(
             f"{setting} is the mean of a whole prompt's keys, which is not known when its first {chunk} tokens are "
-            "stored; set prefill.chunk=null, or give a table as store.key_offset=PATH"
+            "stored; set prefill.chunk=null, or give a table as store.key_offset=PATH",
+            setting="store.key_offset",
         )
 
 
 def _check_bias(policy: Policy, setting: str) -> None:
     name, remedy = type(policy).__name__, "set store.key_offset=none or prompt"
     if policy.position_mode != "pre_rope":
-        raise ValueError(
+        raise SettingsConflict(
             f"{setting} needs keys that are stored without their positions and in their order, since with its position "
             f"a bias turns; {name} stores them otherwise (position_mode={policy.position_mode}); set "
-            "method.pre_rope=true where the method has that option, or store.key_offset=none or prompt"
+            "method.pre_rope=true where the method has that option, or store.key_offset=none or prompt",
+            setting="store.key_offset",
         )
     if policy.codebooks is not None or policy.residual is not None:
-        raise ValueError(f"{setting}: the formats of {name} have a zero for each channel of keys already; {remedy}")
+        raise SettingsConflict(
+            f"{setting}: the formats of {name} have a zero for each channel of keys already; {remedy}",
+            setting="store.key_offset",
+        )
     if len(policy.tiers) > 1 and policy.by_layer is None:
-        raise ValueError(f"{setting}: {name} has several precisions, and tokens that change theirs; {remedy}")
+        raise SettingsConflict(
+            f"{setting}: {name} has several precisions, and tokens that change theirs; {remedy}",
+            setting="store.key_offset",
+        )

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.layout import ModelShape
+from kvbench.errors import BrokenRule, Unsupported
 from kvbench.kernels.operands import InOrder, KeyRotation, TierPages
 from kvbench.kernels.reference.attention import rotate
 from kvbench.policy import DecodeView, Policy
@@ -25,13 +26,13 @@ class Rope:
         self.mode, self._policy = policy.position_mode, policy
         name = type(policy).__name__
         if self.mode != "absolute" and shape.inv_freq is None:
-            raise ValueError(
+            raise Unsupported(
                 f"{name} stores keys without their rotary position and rotates them on reading, but this model's "
                 "rotary embedding is not of the plain kind that allows it; set method.position_mode=absolute or "
                 "method.pre_rope=false where the method has that option"
             )
         if self.mode == "pre_rope" and (policy.acts_in_decode or policy.compaction):
-            raise ValueError(f"{name}: position_mode='pre_rope' needs tiers in which every token stays in its slot")
+            raise BrokenRule(f"{name}: position_mode='pre_rope' needs tiers in which every token stays in its slot")
         self._in_order = policy.by_layer is None  # else each list has one tier
         self._known: dict[int, InOrder] = {}
         self._looks = not on_device and shape.device.type == "cpu"

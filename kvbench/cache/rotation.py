@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from kvbench.errors import SettingsConflict
 from kvbench.kernels.backend import REFERENCE, Backend
 from kvbench.policy import Policy
 
@@ -94,17 +95,19 @@ def check_rotation(kind: Kind, policy: Policy) -> set[str]:
     kinds: set[str] = {"both"} if kind == "hadamard" else tier_kinds
     if "llama.cpp" in kinds and len(kinds) > 1:
         names = ", ".join(tier.name for tier in policy.tiers if tier.rotated != "none")
-        raise ValueError(
+        raise SettingsConflict(
             f"the formats {names} are rotated in different ways, but a cache has one rotation; choose formats of one "
-            "engine, or set store.rotation=hadamard or off"
+            "engine, or set store.rotation=hadamard or off",
+            setting="store.rotation",
         )
     if kinds and policy.position_mode != "absolute":
         source, remedy = f"the format {policy.tiers[0].name}, which is rotated,", "set store.rotation=off"
         if kind == "hadamard":
             source, remedy = "store.rotation=hadamard", "set store.rotation=none"
-        raise ValueError(
+        raise SettingsConflict(
             f"{source} needs keys that are stored with their positions, but {type(policy).__name__} stores them "
             f"without (position_mode={policy.position_mode}); {remedy}, or method.position_mode=absolute or "
-            "method.pre_rope=false where the method has that option"
+            "method.pre_rope=false where the method has that option",
+            setting="store.rotation",
         )
     return kinds

@@ -11,7 +11,7 @@ from kvbench.cache.pages import Pages
 from kvbench.cache.replay_check import RULE, ReplayCheck, differ
 from kvbench.cache.rotation import Rotations
 from kvbench.cache.tensors import ChunkTensors, Measurer, PromptTensors, SlotTensors
-from kvbench.errors import BrokenRule, call_of
+from kvbench.errors import BrokenRule, Unsupported, call_of
 from kvbench.kernels.operands import TierPages
 from kvbench.policy import ALL_QUERIES, GONE, AttentionCall, Policy, Replay, Statistic
 
@@ -286,21 +286,21 @@ class Scores:
 def _check_fit(policy: Policy, shape: ModelShape, measures_slots: bool) -> None:
     spec, name = policy.score, f"{type(policy).__name__} with {type(policy.score.statistic).__name__}"
     if spec.slot_queries and not measures_slots:
-        raise ValueError(f"{name}: slot_queries={spec.slot_queries} are for bulk eviction, but compaction is None")
+        raise BrokenRule(f"{name}: slot_queries={spec.slot_queries} are for bulk eviction, but compaction is None")
     if measures_slots and (len(policy.tiers) > 1 or policy.residual is not None or policy.position_mode != "absolute"):
-        raise ValueError(
+        raise BrokenRule(
             f"{name}: slots are measured where one tier holds every token with its position; a method with more tiers, "
             "a residual buffer or keys without positions cannot have a statistic with of_slots"
         )
     if measures_slots and "pos" not in spec.track:
-        raise ValueError(f"{name}: slots are measured in the order of their positions; add 'pos' to ScoreSpec.track")
+        raise BrokenRule(f"{name}: slots are measured in the order of their positions; add 'pos' to ScoreSpec.track")
     if "before_rope" in spec.statistic.needs and shape.inv_freq is None:
-        raise ValueError(
+        raise Unsupported(
             f"{name} looks at vectors before their rotary embedding, and this model's is not of the plain kind that "
             "can be taken off; choose another method for this model"
         )
     if "output_projection" in spec.statistic.needs and shape.output_projections is None:
-        raise ValueError(
+        raise Unsupported(
             f"{name} looks at the output projection, which was not found in this model (o_proj in every layer); "
             "choose another method for it"
         )
@@ -321,10 +321,10 @@ def _checked(
     name = call_of(statistic, call)
     if not isinstance(score, Tensor) or tuple(score.shape) != shape or not score.is_floating_point():
         got = f"{score.dtype} {tuple(score.shape)}" if isinstance(score, Tensor) else type(score).__name__
-        raise ValueError(f"{name} gave {got}, but it must give a floating-point tensor of shape {shape}")
+        raise BrokenRule(f"{name} gave {got}, but it must give a floating-point tensor of shape {shape}")
     # On another device the host would wait for the answer; and what a model spoils shows in its logits.
     if score.device.type == "cpu" and not _finite(score) and all(_finite(x) for x in (k, *others) if x is not None):
-        raise ValueError(f"{name} gave a number that is not finite for tensors that are; guard its quotients")
+        raise BrokenRule(f"{name} gave a number that is not finite for tensors that are; guard its quotients")
     return score.float()
 
 

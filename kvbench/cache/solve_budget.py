@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from kvbench.cache.pages import Pages
+from kvbench.errors import SettingValue
 from kvbench.policy import Budget, Policy
 
 
@@ -54,10 +55,11 @@ class SolvedBudget:
         high = max(low, -(-(prompt_tokens + new_tokens) // step))
         if (needed := self.bytes_of(low * step, prompt_tokens, new_tokens)) > budget:
             fixed = self._fixed(prompt_tokens, new_tokens) + self._windows(prompt_tokens, new_tokens)
-            raise ValueError(
+            raise SettingValue(
                 f"budget={budget}B is too small for {type(self._policy).__name__}: {self._pages.lists_of_model} lists "
                 f"of {low * step} tokens behind a prompt of {prompt_tokens}, {new_tokens} tokens that follow it, and "
-                f"{fixed} B of tables and buffers may take {needed} B; give method.budget={needed}B or more"
+                f"{fixed} B of tables and buffers may take {needed} B; give method.budget={needed}B or more",
+                setting="method.budget",
             )
         while low < high:  # bytes never fall as tokens rise
             middle = (low + high + 1) // 2

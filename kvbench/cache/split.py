@@ -30,6 +30,7 @@ from kvbench.cache.ranks import Ranks
 from kvbench.cache.rotation import rotations_of
 from kvbench.cache.steps import PagedStep
 from kvbench.cache.view import By, PagesView, SlotsView
+from kvbench.errors import SettingsConflict
 from kvbench.kernels.backend import Backend
 from kvbench.kernels.pool import PagePool
 from kvbench.policy import Budget, DecodePlan, Extreme, Policy, ScoreSpec, SlotArrays
@@ -113,10 +114,11 @@ class Split(Parts):
         self.due = EvictionDue(policy, self.plans, first.counts, first.on_device)
         self._first = [part.first_layer for part in parts]
         if shape.ranks.size > 1 and "attention_call" in policy.score.statistic.needs:
-            raise ValueError(
+            raise SettingsConflict(
                 f"{type(policy).__name__} with {type(policy.score.statistic).__name__} looks at a layer's whole "
                 f"attention, and model.tensor_parallel={shape.ranks.size} leaves each process some of its heads; "
-                "spread the layers instead (model.device=[cuda:0,cuda:1])"
+                "spread the layers instead (model.device=[cuda:0,cuda:1])",
+                setting="model.tensor_parallel",
             )
 
     def part_of(self, layer: int) -> tuple[int, Paged]:

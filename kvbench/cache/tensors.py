@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.layout import ModelShape
+from kvbench.errors import BrokenRule
 from kvbench.kernels.backend import Backend
 from kvbench.kernels.operands import ColumnSums, HeadScores
 from kvbench.kernels.reference.attention import rotate
@@ -174,7 +175,7 @@ class SlotTensors(MeasuredTensors):
         return self._pooled(reduce_columns(columns, counts, spec.query_reduce), self.q.shape[1])
 
     def low_counts(self) -> Tensor:
-        raise ValueError("low_counts is of a prompt only; slots track what decode steps count")
+        raise BrokenRule("low_counts is of a prompt only; slots track what decode steps count")
 
 
 class ChunkTensors(MeasuredTensors):

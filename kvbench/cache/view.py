@@ -12,6 +12,7 @@ from kvbench.cache.async_counts import Rows
 from kvbench.cache.counters import Counters
 from kvbench.cache.pages import Pages
 from kvbench.cache.solve_budget import SolvedBudget
+from kvbench.errors import BrokenRule
 from kvbench.kernels.operands import SlotSearch
 from kvbench.policy import ALL_QUERIES, Budget, DecodeView, Extreme, ScoreSpec, SlotArrays
 
@@ -209,4 +210,4 @@ class PagesView(SlotsView):
 
     def _require(self, tier: int, name: str) -> None:
         if name not in self._pages.formats[tier].slot.track:
-            raise ValueError(f"this reduction needs the tracked field {name!r}; add it to the policy's ScoreSpec.track")
+            raise BrokenRule(f"this reduction needs the tracked field {name!r}; add it to the policy's ScoreSpec.track")

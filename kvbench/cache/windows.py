@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kvbench.cache.layout import StoreOptions
 from kvbench.cache.paged import SCRATCH_SLOTS
+from kvbench.errors import SettingsConflict, SettingValue
 from kvbench.kernels.operands import Window
 from kvbench.policy import (
     APPEND,
@@ -26,9 +27,10 @@ def less_windows(options: StoreOptions, rows: int, held_bytes: int) -> StoreOpti
     """These options with the limit on pages reduced by the windows of so many rows, of `held_bytes` each."""
     assert options.budget_bytes is not None, "the caller looked"
     if options.budget_bytes <= rows * held_bytes:
-        raise ValueError(
+        raise SettingValue(
             f"store.budget_bytes={options.budget_bytes} leaves nothing beside the windows of {rows} rows, which "
-            f"take {rows * held_bytes} B; raise it, or lower batch_size"
+            f"take {rows * held_bytes} B; raise it, or lower batch_size",
+            setting="store.budget_bytes",
         )
     return replace(options, budget_bytes=options.budget_bytes - rows * held_bytes)
 
@@ -48,9 +50,10 @@ def window_tier(policy: Policy, how: str) -> Tier:
     elif first.k_kept < 1:
         reason = "leaves out channels of keys by the prompt's queries"
     if reason:
-        raise ValueError(
+        raise SettingsConflict(
             f"store.windows={how}: {type(policy).__name__} {reason}, and in a window each new token takes the place of "
-            "another one; set store.windows=exact"
+            "another one; set store.windows=exact",
+            setting="store.windows",
         )
     return first
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvbench.cli import glossary, texts
 from kvbench.config import extensions, files, shorthand
-from kvbench.errors import did_you_mean
+from kvbench.errors import NameUnknown, did_you_mean
 
 
 def help_for(words: list[str], width: int = 80) -> str:
@@ -41,7 +41,9 @@ def _one(word: str, width: int) -> str:
     if not groups and (lines := _of_word(word, width)):
         return "\n".join(lines)
     if not groups:
-        raise ValueError(f"there is no help for {word}.{did_you_mean(names, known)} `kvbench list` shows what there is")
+        raise NameUnknown(
+            f"there is no help for {word}.{did_you_mean(names, known)} `kvbench list` shows what there is"
+        )
     return "\n\n".join(choice_help(group, names, width) for group in groups)
 
 

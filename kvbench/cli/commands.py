@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from kvbench.config import files
 from kvbench.config.settings import read_config
-from kvbench.errors import unknown_setting
+from kvbench.errors import CommandLine, SettingUnknown, SettingValue, unknown_setting
 
 # In a command's file: the setting, or the settings in order, that words without a key set; one with * at its end takes
 # all that are left.
@@ -69,7 +69,9 @@ def compose_command(name: str, arguments: list[str]) -> DictConfig:
         if len(chosen := choices(arguments, group)) < 2 or group in listed:
             continue
         if group != each:
-            raise ValueError(f"{name} takes one {group}, not {len(chosen)}; give the command once for each")
+            raise SettingValue(
+                f"{name} takes one {group}, not {len(chosen)}; give the command once for each", setting=group
+            )
         others = [word for word in arguments if word.partition("=")[0] != group]
         parts = {choice: compose_command(name, [f"{group}={choice}", *others]) for choice in chosen}
         composed = parts[chosen[0]]
@@ -88,12 +90,15 @@ def compose_command(name: str, arguments: list[str]) -> DictConfig:
                 continue
             key, value = places.pop(0), word
         elif not has_value:
-            raise ValueError(
+            raise CommandLine(
                 f"{word} is no setting of {name}; settings are key=value. `kvbench {files.spelled(name)} --help` lists "
                 "them"
             )
         elif word.lstrip("+~").startswith("_"):
-            raise ValueError(f"{word}: names that begin with an underscore are not settings of {name}")
+            raise SettingUnknown(
+                f"{word}: names that begin with an underscore are not settings of {name}",
+                setting=word.partition("=")[0],
+            )
         elif _names_freely(listed, key):  # a name of the user's own and any text, for which Hydra has no place
             named.append((key.split(".", 1), value.strip("'\"")))
             arguments = [other for other in arguments if other is not word]

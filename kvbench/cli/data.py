@@ -6,6 +6,7 @@ from omegaconf import DictConfig
 from rich.text import Text
 
 from kvbench.config.settings import as_dict
+from kvbench.errors import FileMissing, NameUnknown, SettingMissing, SettingsConflict
 from kvbench.results.writing import write_atomic
 from kvbench.show import terminal
 from kvbench.show.progress import note
@@ -21,24 +22,31 @@ REPOSITORIES = {"mmlu_pro": "TIGER-Lab/MMLU-Pro", "mmlu": "cais/mmlu", "gpqa": "
 def main(cfg: DictConfig) -> int:
     """Fetch or check; 0 where everything is there and right, else 1."""
     if (cfg.to is None) == (cfg.check is None):
-        raise ValueError(
-            f"to={cfg.to} and check={cfg.check}: give one of to=FOLDER (fetch) and check=FOLDER (look at what is there)"
+        raise SettingsConflict(
+            f"to={cfg.to} and check={cfg.check}: give one of to=FOLDER (fetch) and check=FOLDER (look at what is "
+            "there)",
+            setting="to",
         )
     if not cfg.get("task"):
-        raise ValueError("which benchmark? For example task=longbench; `kvbench data --help` lists them")
+        raise SettingMissing(
+            "which benchmark? For example task=longbench; `kvbench data --help` lists them", setting="task"
+        )
     settings = as_dict(cfg.task)
     # A task of lm-eval is called after its variant (gpqa_diamond_...), its data after the family.
     name = str(settings.get("name"))
     task = next((known for known in REPOSITORIES if settings.get("harness") and name.startswith(known)), name)
     files = [] if task in REPOSITORIES else data_files(settings)
     if not files and task not in REPOSITORIES:
-        raise ValueError(f"task={task} has no files that this command knows; `kvbench data --help` lists those it does")
+        raise NameUnknown(
+            f"task={task} has no files that this command knows; `kvbench data --help` lists those it does",
+            setting="task",
+        )
     folder = Path(str(cfg.to if cfg.check is None else cfg.check)).expanduser()
     if cfg.to is not None:
         fetch = Fetch(task, folder, write_atomic, note)
         fetch.files(files) if files else fetch.copy(REPOSITORIES[task])
     elif not folder.is_dir():
-        raise ValueError(f"check={folder} is not a folder (looked for {folder.absolute()})")
+        raise FileMissing(f"check={folder} is not a folder (looked for {folder.absolute()})", setting="check")
     manifest = read_manifest(folder)
     reports = [check_file(file, folder, manifest, bool(cfg.partial)) for file in files]
     return _show(task, folder, reports if files else check_copy(folder, manifest), bool(cfg.partial))

@@ -12,7 +12,7 @@ from types import FrameType
 from typing import NoReturn
 
 from kvbench.config import files
-from kvbench.errors import ExitRequested, raised_by, what_happened
+from kvbench.errors import ExitRequested, KvbenchError, raised_by, what_happened
 from kvbench.show.progress import log, note
 
 EXIT_FAILED, EXIT_USAGE = 1, 2
@@ -99,7 +99,7 @@ def report(error: Exception) -> int:
     if is_fault:
         note("this is a fault of kvbench; please report it with the lines above")
         return EXIT_FAILED
-    note(f"error: {error}")
+    note(f"error[{error.code}]: {error}" if isinstance(error, KvbenchError) else f"error: {error}")
     if not _is_ours(error):
         kind, where = type(error).__name__, f" in {' of '.join(theirs)}" if theirs else ""
         note(f"({kind} from outside kvbench{where}; KVBENCH_DEBUG=1 shows where)")

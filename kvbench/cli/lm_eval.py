@@ -13,6 +13,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from kvbench.errors import CommandLine
+
 PACKAGES = ("kvbench", "kernels", "methods")
 
 
@@ -85,7 +87,7 @@ def check_whole_texts(names: Sequence[str], arguments: Sequence[str]) -> None:
         policy = make_policy(compose([f"method={method}", *words]).method)
         check_rolling(policy, 1 if prompt_tokens == "1" else 2)
     except ValueError as error:
-        raise ValueError(f"--tasks {whole[0]}: {error}") from error
+        raise CommandLine(f"--tasks {whole[0]}: {error}", setting="--tasks") from error
 
 
 def with_defaults(arguments: Sequence[str]) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Any
 from omegaconf import DictConfig
 from rich.text import Text
 
+from kvbench.errors import FileMissing, SettingMissing, SettingValue
 from kvbench.results.identity import differences
 from kvbench.results.lines import read_samples
 from kvbench.results.record import RunRecord
@@ -24,11 +25,13 @@ SHOWN = 5  # differences that are printed
 def main(cfg: DictConfig) -> int:
     """Run it and compare; 0 when hash and records are the same, else 1."""
     if not cfg.run:
-        raise ValueError("rerun needs the folder of a stored run: python -m kvbench rerun FOLDER")
+        raise SettingMissing("rerun needs the folder of a stored run: python -m kvbench rerun FOLDER", setting="run")
     folder = Path(cfg.run)
     stored = RunRecord.load(folder)
     if stored is None or not (folder / "config.yaml").is_file():
-        raise ValueError(f"run={folder} holds no stored run; give the folder that has run.json and config.yaml")
+        raise FileMissing(
+            f"run={folder} holds no stored run; give the folder that has run.json and config.yaml", setting="run"
+        )
     settings = read_stored(folder)
     if not cfg.trust:
         check_trust(settings, folder)
@@ -50,13 +53,16 @@ def _target(folder: Path, results_dir: str | None) -> Path:
     parents = folder.absolute().parents  # of RESULTS/TASK/MODEL/METHOD/HASH
     root = parents[3] if len(parents) > 3 else Path("/")
     if not results_dir and not root.name:
-        raise ValueError(
+        raise SettingMissing(
             f"run={folder} does not lie in RESULTS/TASK/MODEL/METHOD/, so there is no place beside RESULTS; say where "
-            "the new run goes with results_dir=DIR"
+            "the new run goes with results_dir=DIR",
+            setting="results_dir",
         )
     target = Path(results_dir) if results_dir else root.with_name(f"{root.name}-rerun")
     if target.absolute() == root:
-        raise ValueError(f"results_dir={target} is where the stored run lies; give another folder")
+        raise SettingValue(
+            f"results_dir={target} is where the stored run lies; give another folder", setting="results_dir"
+        )
     return target
 
 
@@ -72,7 +78,10 @@ def check_trust(settings: Mapping[str, Any], folder: Path, *, with_method: bool 
     ]
     if any(problems):
         named = ", ".join(filter(None, problems))
-        raise ValueError(f"{folder}/config.yaml has {named}, which runs code; if the folder is yours, add trust=true")
+        raise SettingMissing(
+            f"{folder}/config.yaml has {named}, which runs code; if the folder is yours, add trust=true",
+            setting="trust",
+        )
 
 
 def _report(

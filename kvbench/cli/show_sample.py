@@ -8,7 +8,7 @@ from rich.text import Text
 
 from kvbench.cli.rerun import check_trust
 from kvbench.engine.requests import FALLBACK, OUT_OF_TIME, SEVERAL
-from kvbench.errors import check_whole, did_you_mean, unknown_name
+from kvbench.errors import FileMissing, NameUnknown, SettingMissing, check_whole, did_you_mean, unknown_name
 from kvbench.results.lines import read_samples
 from kvbench.results.measures import AVERAGE, BYTES, FIDELITY, item_title, ledger_items
 from kvbench.results.record import RunRecord
@@ -34,14 +34,18 @@ FLAG_WORDS = {
 def main(cfg: DictConfig) -> int:
     """Print the sample; 1 when the prompt that was made again is not the one that was asked."""
     if not cfg.run:
-        raise ValueError("show needs the folder of a stored run: python -m kvbench show FOLDER SAMPLE")
+        raise SettingMissing(
+            "show needs the folder of a stored run: python -m kvbench show FOLDER SAMPLE", setting="run"
+        )
     if cfg.prompt not in (WHOLE, TAIL):
         raise unknown_name("prompt", cfg.prompt, (WHOLE, TAIL))
     check_whole("repeat", cfg.repeat, 0)
     folder = Path(cfg.run)
     stored = RunRecord.load(folder)
     if stored is None:
-        raise ValueError(f"run={folder} holds no stored run; give the folder that has run.json and samples.jsonl")
+        raise FileMissing(
+            f"run={folder} holds no stored run; give the folder that has run.json and samples.jsonl", setting="run"
+        )
     samples, damaged = read_samples(folder / "samples.jsonl", stored.hash, sealed=stored.sealed)
     console = terminal.console(100)
     if damaged:
@@ -56,7 +60,7 @@ def main(cfg: DictConfig) -> int:
         return 0
     record = samples.get((str(cfg.sample), cfg.repeat))
     if record is None:
-        raise ValueError(_missing(str(cfg.sample), cfg.repeat, samples))
+        raise NameUnknown(_missing(str(cfg.sample), cfg.repeat, samples), setting="sample")
     is_same = True
     if cfg.prompt == WHOLE:
         parts, is_same = _prompt(cfg, folder, record)
@@ -104,7 +108,7 @@ def rebuild(cfg: DictConfig, folder: Path, sample_id: str) -> "tuple[Request, st
     """Make the prompt of a sample again, from the task's data and the model's tokenizer: the request, and its text as
     the model read it, with what else was said in a conversation."""
     if not (folder / "config.yaml").is_file():
-        raise ValueError(f"{folder} has no config.yaml, which names task and model")
+        raise FileMissing(f"{folder} has no config.yaml, which names task and model")
     settings = read_stored(folder)
     if not cfg.trust:
         check_trust(settings, folder, with_method=False)
@@ -118,7 +122,7 @@ def rebuild(cfg: DictConfig, folder: Path, sample_id: str) -> "tuple[Request, st
     task = load_task(settings["task"], model, limit=limit, seed=seed, protocol=protocol)
     request = next((item for item in task.requests if item.sample_id == sample_id), None)
     if request is None:
-        raise ValueError(f"the task, as its data are now, has no sample {safe(sample_id)}")
+        raise NameUnknown(f"the task, as its data are now, has no sample {safe(sample_id)}", setting="sample")
     said = [request.prompt, *(turn.tokens for turn in request.turns)]
     return request, "\n[the model's answer]\n".join(str(model.tokenizer.decode(list(ids))) for ids in said)
 

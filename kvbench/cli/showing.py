@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf, flag_override
 from kvbench.cli.words import config_dir_flags
 from kvbench.config import files
 from kvbench.config.compose import started
-from kvbench.errors import unknown_name
+from kvbench.errors import CommandLine, unknown_name
 
 
 def show(flags: Mapping[str, str], settings: Sequence[str], name: str, root: Path) -> int:
@@ -69,9 +69,9 @@ def _completion(loader: ConfigLoader, words: Sequence[str], name: str) -> int:
     """Carry out `install=SHELL`, `uninstall=SHELL` or `query=SHELL` of the completion by tab."""
     action, _, shell = words[0].partition("=") if len(words) == 1 else ("", "", "")
     if action not in ("install", "uninstall", "query"):
-        raise ValueError("--shell-completion takes one of install=SHELL, uninstall=SHELL and query=SHELL")
+        raise CommandLine("--shell-completion takes one of install=SHELL, uninstall=SHELL and query=SHELL")
     if action != "query" and Path(sys.argv[0]).stem != "kvbench":
-        raise ValueError(f'the tab completes words of a program; `eval "$(kvbench -sc {words[0]})"` has it do so')
+        raise CommandLine(f'the tab completes words of a program; `eval "$(kvbench -sc {words[0]})"` has it do so')
     kinds = cast(list[type[CompletionPlugin]], Plugins.instance().discover(CompletionPlugin))
     plugins = {kind.provides(): kind for kind in kinds}
     if shell not in plugins:

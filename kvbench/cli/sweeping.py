@@ -14,7 +14,7 @@ from kvbench.cli import words
 from kvbench.cli.jobs import Jobs, check_files
 from kvbench.config import files
 from kvbench.config.settings import as_dict, read_config
-from kvbench.errors import unknown_name
+from kvbench.errors import PackageMissing, SettingsConflict, unknown_name
 from kvbench.results.summary import flat
 from kvbench.results.sweep import FOLDER, Sweep
 from kvbench.results.writing import check_writable
@@ -38,12 +38,15 @@ def check_launcher(arguments: Sequence[str]) -> None:
         if name not in known and not _has_plugin(name):
             raise unknown_name(LAUNCHER, name, known)
         if name in PLUGINS and not is_installed(name):
-            raise ValueError(
+            raise PackageMissing(
                 f"{LAUNCHER}={name} needs the package {PLUGINS[name]}, which is not installed; "
-                f"pip install {PLUGINS[name]}, or pip install -e '.[cluster]' for all launchers"
+                f"pip install {PLUGINS[name]}, or pip install -e '.[cluster]' for all launchers",
+                setting=LAUNCHER,
             )
         if not is_sweep(arguments):
-            raise ValueError(f"{LAUNCHER}={name} launches the jobs of a sweep, and this is one run; add -m")
+            raise SettingsConflict(
+                f"{LAUNCHER}={name} launches the jobs of a sweep, and this is one run; add -m", setting=LAUNCHER
+            )
 
 
 def is_installed(launcher: str) -> bool:

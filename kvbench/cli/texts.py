@@ -9,7 +9,7 @@ from typing import Any
 
 from kvbench.cli.glossary import glossary
 from kvbench.config import files
-from kvbench.errors import did_you_mean
+from kvbench.errors import NameUnknown, did_you_mean
 
 # The commands that have no file in conf/command/: what each does, and how it is written.
 COMMANDS = {
@@ -115,7 +115,7 @@ def list_text(wanted: list[str], width: int = 100) -> str:
         name = word if word in known else word.removesuffix("s")
         if name not in known:
             hint = did_you_mean(word, [f"{group}s" for group in known])
-            raise ValueError(f"{word} is none of the lists.{hint} There are: {', '.join(known)}.")
+            raise NameUnknown(f"{word} is none of the lists.{hint} There are: {', '.join(known)}.")
         names.append(name)
     lines = []
     for group in names or known:

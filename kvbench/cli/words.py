@@ -12,7 +12,7 @@ from pathlib import Path
 from kvbench.cli import texts
 from kvbench.config import extensions, files
 from kvbench.config.one_file import SUFFIX
-from kvbench.errors import did_you_mean, unknown_name
+from kvbench.errors import CommandLine, SettingUnknown, did_you_mean, unknown_name
 
 # Flags of Hydra by their short names.
 SHORT = {
@@ -73,10 +73,10 @@ def split_command(arguments: list[str]) -> tuple[str, list[str]]:
         print(f"kvbench: {word} is `kvbench {now}` now", file=sys.stderr)
         return files.full_command(word), arguments[1:]
     if reason := extensions.lacking(word):
-        raise ValueError(reason)
+        raise CommandLine(reason)
     meant = _settings_meant(arguments)
     hint = f" Did you mean {meant[0]}?" if meant else did_you_mean(word, known)
-    raise ValueError(f"{word} is no command.{hint} Commands: {', '.join(known)}; settings are key=value.")
+    raise CommandLine(f"{word} is no command.{hint} Commands: {', '.join(known)}; settings are key=value.")
 
 
 def _dispatched(command: str, words: list[str]) -> tuple[str, list[str]]:
@@ -115,7 +115,7 @@ def take_config_dir(arguments: list[str]) -> tuple[list[Path], list[str]]:
             continue
         value = value if sign else next(rest, "")
         if not value:
-            raise ValueError(f"{flag} needs a folder: {flag} DIR")
+            raise CommandLine(f"{flag} needs a folder: {flag} DIR", setting=flag)
         if value.endswith(SUFFIX):
             method_files.append(Path(value).expanduser())
         else:
@@ -157,13 +157,15 @@ def refuse_stored_config(config_dirs: Sequence[Path], arguments: Sequence[str]) 
     for flag, folder in folders:
         if (folder / "config.yaml").is_file() and (folder / "run.json").is_file():
             command = shlex.join(["kvbench", "rerun", str(folder)])
-            raise ValueError(
-                f"{flag} {folder} is a stored run, whose settings would be ignored; `{command}` runs it again"
+            raise CommandLine(
+                f"{flag} {folder} is a stored run, whose settings would be ignored; `{command}` runs it again",
+                setting=flag,
             )
         if (folder / "config.yaml").is_file():
-            raise ValueError(
+            raise CommandLine(
                 f"{flag} {folder} has a config.yaml, which would be ignored; a folder of your own holds method/, "
-                "task/, ... alone, and experiment/ sets several settings at once"
+                "task/, ... alone, and experiment/ sets several settings at once",
+                setting=flag,
             )
 
 
@@ -189,12 +191,12 @@ def read_flags(words: Sequence[str]) -> dict[str, str]:
         if flag in FLAGS_WITH_VALUE and not sign:
             value = next(rest, "all" if flag == "--info" else "")
             if not value:
-                raise ValueError(f"{word} needs a value: {word} VALUE")
+                raise CommandLine(f"{word} needs a value: {word} VALUE", setting=word)
         flags[flag] = value
     if len(both := sorted(flags.keys() & {"--run", "--multirun", *SHOWING})) > 1:
-        raise ValueError(f"{' and '.join(both)} exclude one another; give one")
+        raise CommandLine(f"{' and '.join(both)} exclude one another; give one")
     if "--resolve" in flags and "--cfg" not in flags:
-        raise ValueError("--resolve is for what --cfg shows; add --cfg job, or leave it out")
+        raise CommandLine("--resolve is for what --cfg shows; add --cfg job, or leave it out", setting="--resolve")
     return flags
 
 
@@ -213,10 +215,10 @@ def check_flags(arguments: Sequence[str]) -> None:
         return
     text = f"{' and '.join(wrong)} {'is no flag' if len(wrong) == 1 else 'are no flags'} of kvbench"
     if meant:
-        raise ValueError(f"{text}; settings are key=value. Did you mean `{shlex.join(meant)}`?")
+        raise CommandLine(f"{text}; settings are key=value. Did you mean `{shlex.join(meant)}`?")
     shown = ", ".join(sorted(flag for flag in FLAGS if flag.startswith("--")))
     near = did_you_mean(wrong[0], FLAGS)
-    raise ValueError(f"{text}.{near} Settings are key=value, without dashes; flags are {shown}.")
+    raise CommandLine(f"{text}.{near} Settings are key=value, without dashes; flags are {shown}.")
 
 
 def from_habits(arguments: Sequence[str]) -> list[str]:
@@ -230,7 +232,9 @@ def from_habits(arguments: Sequence[str]) -> list[str]:
         key, sign, value = word.partition("=")
         here = HABITS.get(key, key) if sign else key
         if here.rpartition(".")[2] != key.rpartition(".")[2]:
-            raise ValueError(f"there is no setting {key}. Did you mean `{shlex.join([f'{here}={value}'])}`?")
+            raise SettingUnknown(
+                f"there is no setting {key}. Did you mean `{shlex.join([f'{here}={value}'])}`?", setting=key
+            )
         result.append(f"{here}={value}" if sign else word)
     return result
 

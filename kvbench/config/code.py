@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, lru_cache
 from pathlib import Path
 
+from kvbench.errors import KvbenchError
+
 SOURCE_SUFFIXES = {".py", ".yaml", ".cpp", ".c", ".h", ".cu", ".jinja", ".json", ".txt"}
 # Libraries that compute no answer, prompt or score: they compose the settings, fetch, lock, read, put weights on their
 # devices, and show. Their outputs (resolved settings, weights, prompts, references) have hashes of their own. Every
@@ -184,7 +186,7 @@ def _source(module: str) -> Path | None:
     return Path(origin).resolve() if origin and origin.endswith(".py") else None
 
 
-class ChangedSource(RuntimeError, ValueError):
+class ChangedSource(KvbenchError, RuntimeError, code="source-changed"):
     """A file is no longer what Python runs."""
 
 

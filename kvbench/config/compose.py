@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from kvbench.config import files, methods, sources
 from kvbench.config.shorthand import every_setting, long_form
-from kvbench.errors import unknown_name, unknown_setting
+from kvbench.errors import CommandLine, SettingMissing, SettingUnknown, SettingValue, unknown_name, unknown_setting
 
 _LIBRARY = {"hydra", "omegaconf", "antlr4"}  # packages of the configuration library
 JOB = "jobs"  # hydra.job.name, which launchers show where they list what runs
@@ -97,9 +97,10 @@ def hydra_value(key: str, value: object) -> str:
         return "{" + ",".join(f"{name}:{hydra_value(key, item)}" for name, item in value.items()) + "}"
     if isinstance(value, Sequence):
         return "[" + ",".join(hydra_value(key, item) for item in value) + "]"
-    raise ValueError(
+    raise SettingValue(
         f"{key}={value!r} is a {type(value).__name__}, which no setting can be; give None, a truth value, a number, "
-        "text, or lists and mappings of these"
+        "text, or lists and mappings of these",
+        setting=key,
     )
 
 
@@ -136,26 +137,30 @@ def explain(error: Exception, arguments: Sequence[str]) -> ValueError:
     if lost and lost[1] in files.GROUPS:
         return unknown_name(lost[1], lost[2], files.options(lost[1]))
     if several := re.search(r"Ambiguous value for argument '(.+?)'\s", str(error)):
-        return ValueError(f"{several[1]} has several values, and this takes one; give one, or a list as key=[a,b]")
+        return SettingValue(
+            f"{several[1]} has several values, and this takes one; give one, or a list as key=[a,b]", setting=several[1]
+        )
     if twice := re.search(r"Multiple values for (\w+)", str(error)):
-        return ValueError(f"{twice[1]} is chosen twice; choose it once, or several as {twice[1]}=a,b")
+        return SettingValue(
+            f"{twice[1]} is chosen twice; choose it once, or several as {twice[1]}=a,b", setting=twice[1]
+        )
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, name = str(error.missing_cfg_file).removesuffix(".yaml").rpartition("/")
         if group in files.GROUPS:
             return unknown_name(group, name, files.options(group))
     if isinstance(error, OverrideParseException):
-        return ValueError(
+        return CommandLine(
             f"{error.override} cannot be read as key=value; quote special characters for the shell and for Hydra, "
             f"for example 'key=\"a b\"'. `kvbench --help` shows the grammar"
         )
     match = re.search(r"Could not (?:override|append|delete)[^']*'([^'@]+)", str(error))
     if match:
         key = re.split(r"[=\s]", match.group(1).lstrip("+~"))[0]
-        return _unknown_key(key, parsed, arguments) or ValueError(_first_lines(error))
+        return _unknown_key(key, parsed, arguments) or CommandLine(_first_lines(error))
     if not isinstance(error, HydraException | OmegaConfBaseException):
         hydra_words = [word for word in arguments if word.lstrip("+~").startswith("hydra")] or arguments
-        return ValueError(f"{shlex.join(hydra_words)} cannot be applied to the configuration; leave out what you can")
-    return ValueError(_first_lines(error))
+        return CommandLine(f"{shlex.join(hydra_words)} cannot be applied to the configuration; leave out what you can")
+    return CommandLine(_first_lines(error))
 
 
 def check_choices(arguments: Sequence[str]) -> None:
@@ -172,7 +177,10 @@ def check_choices(arguments: Sequence[str]) -> None:
         if group not in files.GROUPS:
             continue
         if override.is_delete():
-            raise ValueError(f"{override.input_line} takes away the group {group}, which every run needs; leave it out")
+            raise SettingMissing(
+                f"{override.input_line} takes away the group {group}, which every run needs; leave it out",
+                setting=group,
+            )
         for name in _choices([override], group):
             if name.startswith(("/", "~", ".")) or "\\" in name or {"", ".", ".."} & set(name.split("/")):
                 raise unknown_name(group, name, files.options(group))
@@ -299,7 +307,7 @@ def _unknown_key(key: str, parsed: list[Override], words: Sequence[str]) -> Valu
         where: list[str] = []
         for part in key.split("."):
             if not isinstance(node, DictConfig):
-                return ValueError(f"{'.'.join(where)} has no keys of its own, so {key} cannot be set")
+                return SettingUnknown(f"{'.'.join(where)} has no keys of its own, so {key} cannot be set", setting=key)
             if part not in node:
                 known = [".".join([*where, str(item)]) for item in node if not str(item).startswith("_")]
                 if not where:
@@ -307,7 +315,7 @@ def _unknown_key(key: str, parsed: list[Override], words: Sequence[str]) -> Valu
                 inner = [] if where else every_setting(words)
                 error = unknown_setting(".".join([*where, part]), known, inner)
                 chosen = f" ({top}={name})" if name and where else ""
-                return ValueError(f"{error}{chosen}")
+                return SettingUnknown(f"{error}{chosen}", setting=error.setting)
             where.append(part)
             node = node[part]
     return None

@@ -27,7 +27,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from kvbench.errors import unknown_name
+from kvbench.errors import FileContent, PackageMissing, Unsupported, unknown_name
 
 MANIFEST = "extension.toml"
 PACKAGE = "kvbench.extensions"  # the package of the built-in ones, and the entry-point group of the others
@@ -76,12 +76,12 @@ def read_manifest(folder: Path, name: str, package: str) -> Extension:
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ValueError(f"extension {name}: {path} cannot be read: {error}") from error
+        raise FileContent(f"extension {name}: {path} cannot be read: {error}") from error
     for key in content:
         if key not in KEYS:
             raise unknown_name(f"key of {path}", key, KEYS)
     if not isinstance(content.get("summary"), str):
-        raise ValueError(f"extension {name}: {path} has no summary; give one sentence")
+        raise FileContent(f"extension {name}: {path} has no summary; give one sentence")
     content["uses"] = tuple(content.get("uses", ()))
     return Extension(name=name, package=package, folder=folder, **content)
 
@@ -96,7 +96,7 @@ def discovered() -> dict[str, Extension]:
     }
     for entry in entry_points(group=PACKAGE):
         if entry.name in manifests:
-            raise ValueError(f"two extensions are named {entry.name}; uninstall the package of {entry.value}")
+            raise Unsupported(f"two extensions are named {entry.name}; uninstall the package of {entry.value}")
         manifests[entry.name] = read_manifest(_folder_of(entry.value), entry.name, entry.value)
     return manifests
 
@@ -111,7 +111,7 @@ def _folder_of(package: str) -> Path:
     for part in package.split("."):
         spec = PathFinder.find_spec(part, search)
         if spec is None or spec.submodule_search_locations is None:
-            raise ValueError(f"the entry point {PACKAGE} names {package}, which is no installed package")
+            raise PackageMissing(f"the entry point {PACKAGE} names {package}, which is no installed package")
         search = list(spec.submodule_search_locations)
     return Path(search[0]) if search else Path()
 

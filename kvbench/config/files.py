@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.config import extensions, one_file
+from kvbench.errors import FileMissing, SettingsConflict
 
 FULL = "full"  # conf/method/full.yaml: the reference of every other method, the only name in the harness
 # The store of the full cache that others are compared with, whatever theirs is: see `RunConfig.of_full`.
@@ -53,15 +54,18 @@ def with_config_dirs(folders: Sequence[Path]) -> Iterator[None]:
             one_file.check_name(folder)
             one_file.target_of(folder)
         elif not folder.is_dir():
-            raise ValueError(
-                f"--config-dir {named} is no folder; give one that has method/, task/, ... with YAML files"
+            raise FileMissing(
+                f"--config-dir {named} is no folder; give one that has method/, task/, ... with YAML files",
+                setting="--config-dir",
             )
         for group in GROUPS:
             both = _paths(group, folder).keys() & {name for root in shipped_folders() for name in _paths(group, root)}
             if both:
                 name = min(both)
                 path = folder if one_file.is_method_file(folder) else f"{folder / group / name}.yaml"
-                raise ValueError(f"{path} has the name of kvbench's own {group}={name}; rename it")
+                raise SettingsConflict(
+                    f"{path} has the name of kvbench's own {group}={name}; rename it", setting="--config-dir"
+                )
     _config_dirs = resolved
     try:
         yield
@@ -82,7 +86,7 @@ def conf_folder() -> Path:
     """
     folder = package_folder() / "conf"
     if not folder.is_dir():
-        raise ValueError(
+        raise FileMissing(
             f"{folder} is no folder: kvbench/ needs its links to kernels/, methods/ and conf/; clone the repository "
             "again with `git clone -c core.symlinks=true`, or install the wheel"
         )

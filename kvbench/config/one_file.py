@@ -7,6 +7,8 @@ import ast
 from importlib.util import find_spec
 from pathlib import Path
 
+from kvbench.errors import FileContent, FileMissing, SettingValue
+
 SUFFIX = ".py"
 
 
@@ -38,28 +40,35 @@ def check_name(path: Path) -> None:
         ValueError: Its name is no identifier, or is taken.
     """
     if not path.stem.isidentifier():
-        raise ValueError(f"method={path}: {path.stem} is no name of a Python module; rename the file")
+        raise SettingValue(
+            f"method={path}: {path.stem} is no name of a Python module; rename the file", setting="method"
+        )
     spec = find_spec(path.stem)
     if spec is not None and (not spec.origin or Path(spec.origin).resolve() != path.resolve()):
-        raise ValueError(f"method={path}: Python has a module {path.stem} already, {spec.origin}; rename the file")
+        raise SettingValue(
+            f"method={path}: Python has a module {path.stem} already, {spec.origin}; rename the file", setting="method"
+        )
 
 
 def _class_of(path: Path) -> ast.ClassDef:
     try:
         body = ast.parse(path.read_bytes()).body
     except OSError as error:
-        raise ValueError(f"method={path} cannot be read: {error.strerror}") from error
+        raise FileMissing(f"method={path} cannot be read: {error.strerror}", setting="method") from error
     except (SyntaxError, ValueError) as error:
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
-        raise ValueError(f"method={path}{line} is no Python: {getattr(error, 'msg', error)}") from error
+        raise FileContent(
+            f"method={path}{line} is no Python: {getattr(error, 'msg', error)}", setting="method"
+        ) from error
     classes = [item for item in body if isinstance(item, ast.ClassDef) and item.bases]
     bases = {ast.unparse(base) for item in classes for base in item.bases}
     candidates = [item for item in classes if item.name not in bases and any(map(_is_dataclass, item.decorator_list))]
     if len(candidates) != 1:
         several = f"several: {', '.join(item.name for item in candidates)}" if candidates else "none"
-        raise ValueError(
+        raise FileContent(
             f"method={path} must have one class `@dataclass(kw_only=True) class NAME(Policy)`, and has {several}; "
-            "keep one, or choose by a file method/NAME.yaml with `_target_: MODULE.CLASS` and --config-dir"
+            "keep one, or choose by a file method/NAME.yaml with `_target_: MODULE.CLASS` and --config-dir",
+            setting="method",
         )
     return candidates[0]
 

@@ -9,7 +9,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_origin
 
-from kvbench.errors import check_keys
+from kvbench.errors import FileContent, FileMissing, SettingMissing, check_keys
 from kvbench.rules import declared
 from kvbench.rules.files import read_regular
 
@@ -50,7 +50,7 @@ def read_config(path: Path) -> "DictConfig":
     with faults_of(path):
         config = OmegaConf.load(path)
     if not isinstance(config, DictConfig):
-        raise ValueError(f"{path} holds a list; a configuration file holds key: value")
+        raise FileContent(f"{path} holds a list; a configuration file holds key: value")
     return config
 
 
@@ -66,7 +66,7 @@ def faults_of(path: Path) -> Iterator[None]:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         reason = " ".join(str(getattr(error, "problem", None) or error).split())
-        raise ValueError(
+        raise FileContent(
             f"{path}{where} cannot be read as YAML: {reason}; a configuration file holds key: value"
         ) from error
 
@@ -98,12 +98,12 @@ def read_data(path: Path, name: str = "") -> dict[str, Any]:
                 raise ValueError(f"its line {event.start_mark.line + 1} has {what}; write the value itself")
         data = OmegaConf.to_container(OmegaConf.create(text))
     except OSError as error:
-        raise ValueError(f"{name} cannot be read: {error.strerror}") from error
+        raise FileMissing(f"{name} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"{name} cannot be read as YAML: {reason}") from error
+        raise FileContent(f"{name} cannot be read as YAML: {reason}") from error
     if not isinstance(data, dict):
-        raise ValueError(f"{name} holds a list and not keys with values")
+        raise FileContent(f"{name} holds a list and not keys with values")
     return {str(key): value for key, value in data.items()}
 
 
@@ -128,7 +128,9 @@ def read_settings(kind: type[Kind], mapping: Mapping[str, Any], prefix: str = ""
     for item in fields(kind):  # type: ignore[arg-type]
         if item.init and item.name not in values and item.default is MISSING and item.default_factory is MISSING:
             text = known[item.name].text
-            raise ValueError(f"{prefix}{item.name} is missing and has no default; give {text}")
+            raise SettingMissing(
+                f"{prefix}{item.name} is missing and has no default; give {text}", setting=f"{prefix}{item.name}"
+            )
         if isinstance(values.get(item.name), list) and tuple in map(get_origin, known[item.name].kinds):
             values[item.name] = tuple(values[item.name])
     return kind(**{name: known[name].read(value) for name, value in values.items()})

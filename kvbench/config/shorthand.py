@@ -9,6 +9,7 @@ from typing import Any
 
 from kvbench.config import files, methods
 from kvbench.config.settings import read_config
+from kvbench.errors import FileMissing, SettingUnknown
 
 ROOT = "config"  # the configuration of a run, conf/config.yaml
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -38,7 +39,7 @@ def long_form(words: Sequence[str], name: str = ROOT) -> list[str]:
         if sign and key.isidentifier() and key not in root.names:
             holders = [f"{group}.{key}" for group in root.holders(key, words)]
             if len(holders) > 1:
-                raise ValueError(f"{key} is a setting of several groups; write {' or '.join(holders)}")
+                raise SettingUnknown(f"{key} is a setting of several groups; write {' or '.join(holders)}", setting=key)
             word = f"{holders[0]}{word.removeprefix(key)}" if holders else word
         result.append(word)
     return result
@@ -135,7 +136,7 @@ def _model_words(word: str) -> list[str]:
     elif path.is_dir() or _HUB_ID.fullmatch(value):
         kind = "hf"
     elif value.startswith(("/", "./", "../", "~")) and "," not in value:
-        raise ValueError(f"model={value} is no folder and no .gguf file; give one that there is")
+        raise FileMissing(f"model={value} is no folder and no .gguf file; give one that there is", setting="model")
     else:
         return [word]
     value = str(path) if value.startswith("~") else value

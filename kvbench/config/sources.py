@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from kvbench.config import extensions, files, one_file
 from kvbench.config.methods import read_method, with_defaults
 from kvbench.config.settings import faults_of
+from kvbench.errors import FileContent
 
 _root: Path | None = None  # while kvbench starts Hydra; another program's Hydra in this process is left alone
 
@@ -37,7 +38,7 @@ class Folder(ConfigSource):
         with faults_of(path):
             text, config = path.read_text(encoding="utf-8"), OmegaConf.load(path)
         if not isinstance(config, DictConfig):
-            raise ValueError(f"{path} holds a list; a configuration file holds key: value")
+            raise FileContent(f"{path} holds a list; a configuration file holds key: value")
         header = self._get_header_dict(text[:512])
         if config_path.startswith("method/") and not header.get("package") and "defaults" not in config:
             config = with_defaults(config)

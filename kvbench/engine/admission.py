@@ -7,6 +7,7 @@ from itertools import pairwise
 from kvbench.engine.long_logits import Logits
 from kvbench.engine.requests import Request
 from kvbench.engine.runner import Runner
+from kvbench.errors import PromptLength, SettingsConflict
 from kvbench.models.load import LoadedModel
 from kvbench.models.rotary import Lengths
 
@@ -62,19 +63,20 @@ class Admission:
     def check(self, request: Request) -> None:
         """Raises ValueError for a request that does not fit the model, or that wants no tokens."""
         if not 0 < request.num_prompt_tokens < self.model.max_tokens or not all(request.segments):
-            raise ValueError(
+            raise PromptLength(
                 f"{request.sample_id}: a prompt of {request.num_prompt_tokens} tokens (segments "
                 f"{[len(s) for s in request.segments]}) must be > 0 and < the model's {self.model.max_tokens}; "
                 "truncate it in the task"
             )
         if not self.rows(request):
-            raise ValueError(
+            raise SettingsConflict(
                 f"{request.sample_id} asks for no answer, and there is nothing to force either; set "
-                "fidelity.max_tokens=null"
+                "fidelity.max_tokens=null",
+                setting="fidelity.max_tokens",
             )
         longest = max(request.conversation_tokens, len(self.forced(request).behind) + 1)
         if request.turns and longest > self.room(request):
-            raise ValueError(
+            raise PromptLength(
                 f"{request.sample_id}: a conversation of {request.num_prompt_tokens} tokens and up to "
                 f"{longest} more must fit in the model's {self.model.max_tokens}; shorten its "
                 "texts, or lower protocol.max_new_tokens"
@@ -109,7 +111,7 @@ class Admission:
             remedies[f"lower protocol.max_new_tokens and fidelity.max_tokens to {most}"] = most > 0
             why = "there is another one, by which all of it would have to be read again"
         remedies[f"set model.max_tokens={table.border}"] = True
-        raise ValueError(
+        raise PromptLength(
             f"{request.sample_id}: its first {first} tokens are read together and it may grow to {total}, but behind "
             f"{table.border} tokens the model's rotary table is not the same: {why}; "
             + ", or ".join(remedy for remedy, helps in remedies.items() if helps)
@@ -157,7 +159,7 @@ def keep_tables(lengths: Lengths, sizes: set[int], left: int, *, is_said: bool) 
         if table is None or table.grows:
             continue
         if is_said:
-            raise ValueError(
+            raise PromptLength(
                 f"a prompt of {size} tokens and an answer of {left} go past {table.border} tokens, where the model "
                 "takes another rotary table and all of it would have to be read again; lower max_new_tokens (or "
                 f"compress' room_tokens) to {table.border - size + 1}"

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvbench.errors import Unsupported
 from kvbench.policy import AttentionCall
 
 
@@ -46,7 +47,7 @@ def calls_noted(model: PreTrainedModel, note: Callable[[AttentionCall | None], N
     """Hands on what each layer's attention is called with, just before it runs, and None at the end."""
     modules = attention_modules(model)
     if not modules:
-        raise ValueError("the statistic looks at hidden states, and no attention module with o_proj was found")
+        raise Unsupported("the statistic looks at hidden states, and no attention module with o_proj was found")
     rotary = next((one for one in model.modules() if type(one).__name__.endswith("RotaryEmbedding")), None)
 
     def before(module: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:

@@ -29,6 +29,7 @@ from kvbench.engine.requests import Request
 from kvbench.engine.rows import AnswerRow, ForcedRow, Row
 from kvbench.engine.runner import Runner, finite_rows
 from kvbench.engine.sampling import Drawing, Draws, choose, draws_of
+from kvbench.errors import Unsupported
 from kvbench.kernels.graphs import Capture, cuda_graphs
 from kvbench.kernels.memory import first_line, is_out_of_memory
 
@@ -72,13 +73,13 @@ class CapturedSteps:
     def __init__(self, runner: Runner, capture: Capture | None) -> None:
         self._runner, self._store, self._capture = runner, runner.store, capture
         if not runner.shape.is_whole:
-            raise ValueError(
+            raise Unsupported(
                 f"a captured step is of a cache in one place, and this one lies in {len(runner.shape.parts())} places "
                 f"of {runner.shape.ranks.size} processes; give model.device one device and set "
                 "model.tensor_parallel=null, or decode with Runner.step"
             )
         if capture is not None and runner.shape.state_bytes:
-            raise ValueError(
+            raise Unsupported(
                 f"a captured step is of layers with keys and values, and {runner.loaded.name} has states beside them; "
                 "decode with Runner.step"
             )

@@ -19,7 +19,7 @@ from kvbench.engine.room import PromptRoom
 from kvbench.engine.rows import Sample
 from kvbench.engine.runner import Runner
 from kvbench.engine.tensor_parallel import make_runner
-from kvbench.errors import no_sys_exit
+from kvbench.errors import SettingsConflict, SettingValue, no_sys_exit
 from kvbench.kernels import memory
 from kvbench.kernels.bench import machine
 from kvbench.kernels.dispatch import TRITON, get_backend
@@ -96,7 +96,7 @@ class Engine:
         shares_pool: bool = False,
     ) -> None:
         if isinstance(batch_size, int) and batch_size < 1:
-            raise ValueError(f"batch_size={batch_size} must be >= 1")
+            raise SettingValue(f"batch_size={batch_size} must be >= 1", setting="batch_size")
         how: dict[str, Any] = {"options": store, "backend": backend, "decode": decode, "prompts": prompts}
         self.runner = make(model, policy, chunk=prefill_chunk, shares_pool=shares_pool, **how)
         self.loaded, self.policy = model, policy
@@ -227,9 +227,10 @@ class Engine:
         for request in requests:
             admission.check(request)
         if self.policy.needs_instruction and not all(request.instruction_tokens for request in requests):
-            raise ValueError(
+            raise SettingsConflict(
                 "the method protects the instruction before the user's text, and prompts of this task begin without "
-                "one; use a model with a chat template, with protocol.chat_template=auto, or protect something else"
+                "one; use a model with a chat template, with protocol.chat_template=auto, or protect something else",
+                setting="method.protect",
             )
         if (probe := self.policy.score.probe) is not None:  # a prompt without room for it stops the run here
             for each in requests:

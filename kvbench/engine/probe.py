@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.store import CompressedStore
+from kvbench.errors import PromptLength
 from kvbench.policy import AttentionCall, Probe, Replay
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def plan_passes(
     around = max(len(ask), len(go_on) + probe.overlap_tokens) + len(closing)
     room, length = max_tokens - len(prompt) - around, len(prompt)
     if room < min(FEWEST_TOKENS, length):
-        raise ValueError(
+        raise PromptLength(
             f"the method reads a prompt a second time behind itself, and one of {length} tokens leaves {max(room, 0)} "
             f"for that in the model's context of {max_tokens}, fewer than {min(FEWEST_TOKENS, length)}; shorten the "
             "task's prompts, or choose a model with a longer context"

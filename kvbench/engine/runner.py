@@ -20,6 +20,7 @@ from kvbench.engine.prompt_cache import PromptCache
 from kvbench.engine.sessions import Decode, Dense, Prefill, PromptChunk, Replay, Segment, Session
 from kvbench.engine.states import States
 from kvbench.engine.supported import check_fit, layer_kinds
+from kvbench.errors import Unsupported
 from kvbench.kernels import memory
 from kvbench.kernels.backend import Backend
 from kvbench.kernels.dispatch import TRITON, get_backend
@@ -167,12 +168,12 @@ class Runner:
                 whose layers hold a state.
         """
         if lookahead and self.states.row_bytes:
-            raise ValueError(
+            raise Unsupported(
                 f"{len(lookahead)} tokens ahead cannot be read with a prompt where layers hold a state, which would be "
                 "the one behind them; take full_logits for them"
             )
         if lookahead and self.reads_in_chunks(prompt):
-            raise ValueError(
+            raise Unsupported(
                 f"{len(lookahead)} tokens ahead cannot be read with a prompt of {len(prompt)} tokens in chunks of "
                 f"{self.chunk}, which is nowhere uncompressed; take full_logits for them"
             )

@@ -17,7 +17,7 @@ from kvbench.cache.offsets import check_key_offset
 from kvbench.cache.store import CompressedStore
 from kvbench.engine import latent, placement
 from kvbench.engine.calls import OutputProjections, attention_modules
-from kvbench.errors import UnsupportedModel
+from kvbench.errors import SettingsConflict, UnsupportedModel
 from kvbench.kernels.dispatch import get_backend
 from kvbench.kernels.operands import Softmax, Window
 from kvbench.models import rotary
@@ -170,10 +170,11 @@ def check_fit(
     """
     check_chunk(policy, chunk)
     if policy.compaction is not None and policy.compaction.when_full and not shares_pool:
-        raise ValueError(
+        raise SettingsConflict(
             f"method.{policy.compaction.when_full} evicts where the pages that requests share run out, so that what a "
             "request keeps depends on its neighbours; `kvbench bench what=serve` alone takes it, elsewhere choose "
-            "another value"
+            "another value",
+            setting=f"method.{policy.compaction.when_full.partition('=')[0]}",
         )
     check_key_offset(options.key_offset, policy, chunk)
     check_supported(model.model, len(model.device_spans), model.tensor_parallel)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.config import durable
+from kvbench.errors import FileContent, FileMissing, KvbenchError
 
 # Reading a smaller file takes no longer than remembering it.
 _SMALL_BYTES = 1 << 20
@@ -21,6 +22,10 @@ _LARGE_BYTES = 8 << 30
 _SETTLED_NS = 2_000_000_000
 
 State = list[str | int]
+
+
+class NoRoom(KvbenchError, code="no-room"):
+    """Memory or a disk is too small for what is asked."""
 
 
 def cache_root() -> Path:
@@ -34,7 +39,9 @@ def cache_root() -> Path:
             return Path(os.environ["KVBENCH_CACHE"]).expanduser()
         return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kvbench"
     except RuntimeError as error:
-        raise ValueError(f"there is no folder for kvbench's cache ({error}); set KVBENCH_CACHE to one") from error
+        raise FileMissing(
+            f"there is no folder for kvbench's cache ({error}); set KVBENCH_CACHE to one", setting="KVBENCH_CACHE"
+        ) from error
 
 
 def file_state(file: Path) -> State:
@@ -70,7 +77,7 @@ def file_digest(file: Path, remember: bool = True) -> str:
     settled = time.time_ns() - changed_ns > _SETTLED_NS
     digest = _read_whole(file)
     if file_state(file) != state:
-        raise ValueError(f"{file} changed while it was read; try again when nothing writes there")
+        raise FileContent(f"{file} changed while it was read; try again when nothing writes there")
     if settled:
         with contextlib.suppress(OSError):
             durable.make_folder(record.parent)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from kvbench.errors import UnsupportedModel
+from kvbench.errors import FileContent, Unsupported, UnsupportedModel
 from kvbench.models import quantised
 from kvbench.models.devices import Devices
 from kvbench.models.processes import parallel_arguments, too_few_heads
@@ -132,7 +132,7 @@ def check_complete(loaded: Mapping[str, Collection], what: str) -> None:
     }
     said = [f"{fault} {_first(names)}" for fault, names in faults.items() if names]
     if said:
-        raise ValueError(
+        raise FileContent(
             f"The weights of {what} do not fit its configuration: they {'; they '.join(said)}. Fetch or save the model "
             "again, whole."
         )
@@ -167,3 +167,27 @@ def _without_load_report() -> Iterator[None]:
 def _first(names: list[str], most: int = 4) -> str:
     """The first names, and how many there are."""
     return ", ".join(names[:most]) + (f", ... ({len(names)} in all)" if len(names) > most else "")
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Makes a ValueError about a model of whatever transformers raises over a broken or unknown one."""
+    import transformers
+
+    try:
+        yield
+    except UnsupportedModel:
+        raise
+    except BaseException as error:
+        if not is_fault(error):
+            raise
+        if "trust_remote_code" in str(error):
+            raise Unsupported(
+                f"{what[0].upper()}{what[1:]} needs Python code of its own (trust_remote_code), which kvbench does not "
+                "run; choose a model whose architecture transformers has."
+            ) from error
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise FileContent(
+            f"transformers {transformers.__version__} cannot load {what} ({reason}). Fetch it again if a file is "
+            "damaged."
+        ) from error

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvbench.config import durable
+from kvbench.errors import KvbenchError
 from kvbench.models import cache, fetched
+from kvbench.models.cache import NoRoom
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -30,11 +32,7 @@ _COMPARED = {
 }
 
 
-class NoRoom(ValueError):
-    """The disk is too full for a conversion."""
-
-
-class NotAlike(ValueError):
+class NotAlike(KvbenchError, code="conversion-differs"):
     """A conversion does not read back as the model that was converted."""
 
 

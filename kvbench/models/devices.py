@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvbench.errors import SettingValue
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -33,9 +35,10 @@ class Devices:
             return ()
         least, more = divmod(num_layers, len(self.all))
         if not least:
-            raise ValueError(
+            raise SettingValue(
                 f"model.device={self} names {len(self.all)} devices for {num_layers} layers, and each gets whole ones; "
-                "name fewer"
+                "name fewer",
+                setting="model.device",
             )
         return tuple((device, least + (index < more)) for index, device in enumerate(self.all))
 
@@ -82,11 +85,14 @@ def read_devices(value: object) -> Devices:
         return Devices((_device(str(value)),))
     devices = tuple(_device(str(name), in_list=True) for name in value)
     if not devices:
-        raise ValueError("model.device=[] names no device; use auto, or list those that share the layers")
+        raise SettingValue(
+            "model.device=[] names no device; use auto, or list those that share the layers", setting="model.device"
+        )
     if len({device.type for device in devices}) > 1:
-        raise ValueError(
+        raise SettingValue(
             f"model.device={Devices(devices)} mixes kinds of devices, and a part of a cache would wait for main "
-            "memory; list GPUs alone"
+            "memory; list GPUs alone",
+            setting="model.device",
         )
     return Devices(devices)
 
@@ -98,14 +104,18 @@ def _device(name: str, in_list: bool = False) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ValueError(
-            f"model.device={name} is no device; use auto, cpu, cuda or cuda:N, or a list such as [cuda:0,cuda:1]."
+        raise SettingValue(
+            f"model.device={name} is no device; use auto, cpu, cuda or cuda:N, or a list such as [cuda:0,cuda:1].",
+            setting="model.device",
         ) from error
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(
+        raise SettingValue(
             f"model.device={name}: torch {torch.__version__} sees {torch.cuda.device_count()} CUDA or ROCm devices "
-            "here; use model.device=cpu or auto."
+            "here; use model.device=cpu or auto.",
+            setting="model.device",
         )
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"model.device={name} is not supported; use auto, cpu, cuda or cuda:N.")
+        raise SettingValue(
+            f"model.device={name} is not supported; use auto, cpu, cuda or cuda:N.", setting="model.device"
+        )
     return torch.device("cuda", device.index or 0) if device.type == "cuda" and in_list else device

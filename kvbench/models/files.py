@@ -10,7 +10,7 @@ import urllib.request
 from collections.abc import Iterable
 from pathlib import Path
 
-from kvbench.errors import MissingWeightsError
+from kvbench.errors import FileContent, MissingWeightsError
 from kvbench.models import cache, fields
 
 # What transformers looks for, best first; an index lists the shards that belong to it.
@@ -84,7 +84,7 @@ def _shards(index: Path) -> list[str]:
             raise TypeError("a name is no text")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         what = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{index} lists no weight files ({what}); fetch or copy the folder again") from error
+        raise FileContent(f"{index} lists no weight files ({what}); fetch or copy the folder again") from error
     return sorted(names)
 
 
@@ -120,7 +120,7 @@ def check_config(folder: Path, *, has_weights: bool = True) -> None:
         fields.check_fields(folder / name, settings, fields.FILES[name])
     config = there[file.name]
     if "transformers_weights" in config:
-        raise ValueError(
+        raise FileContent(
             f"{file} names its weights itself (transformers_weights={config['transformers_weights']!r}), which kvbench "
             "does not follow; load the model with transformers and save it with save_pretrained()"
         )
@@ -131,7 +131,7 @@ def check_config(folder: Path, *, has_weights: bool = True) -> None:
         most = _MAX_LAYERS if num_tensors is None else num_tensors
         if not isinstance(num_layers, int) or not 1 <= num_layers <= most:
             known = "no model has more than" if num_tensors is None else "the weights beside it have"
-            raise ValueError(
+            raise FileContent(
                 f"{file} says num_hidden_layers={num_layers!r}, and {known} {most} "
                 f"{'layers' if num_tensors is None else 'tensors'}; a model has at least one layer, and a layer at "
                 "least one tensor: fetch the folder again"
@@ -203,7 +203,7 @@ def _check_folder(folder: Path, what: str) -> None:
     if not any((folder / name).is_file() for name in _TOKENIZER_NAMES):
         missing.append("a tokenizer (" + " or ".join(_TOKENIZER_NAMES) + ")")
     if (folder / "adapter_config.json").is_file():
-        raise ValueError(
+        raise FileContent(
             f"The {what} holds an adapter (adapter_config.json), whose weights would come from elsewhere. Merge it "
             "into its model and save that with save_pretrained(); if the weights there are merged, remove that file."
         )

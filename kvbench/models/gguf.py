@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvbench.config import code
-from kvbench.errors import MissingWeightsError
+from kvbench.errors import FileContent, MissingWeightsError
 from kvbench.models import checkpoint, conversions, fetched
-from kvbench.models.cache import file_digest, file_state
+from kvbench.models.cache import NoRoom, file_digest, file_state
 from kvbench.models.checkpoint import SAFELY, How, check_complete, is_fault, read_weights
 from kvbench.models.files import combine_fingerprints
 from kvbench.models.gguf_header import GgufHeader, read_header
@@ -35,20 +35,24 @@ def check_gguf(path: Path) -> None:
     with path.open("rb") as stream:
         magic = stream.read(4)
     if magic != b"GGUF":
-        raise ValueError(
+        raise FileContent(
             f"model.path={path} is not a GGUF file: it starts with {magic!r} instead of b'GGUF'. "
-            "Fetch it again; a Git LFS pointer or a saved web page looks like this too."
+            "Fetch it again; a Git LFS pointer or a saved web page looks like this too.",
+            setting="model.path",
         )
     try:
         header = read_header(path)
         _check_tensors(header, path.stat().st_size)
     except ValueError as error:
-        raise ValueError(f"model.path={path}: kvbench cannot read this GGUF file ({error}). Fetch it again.") from error
+        raise FileContent(
+            f"model.path={path}: kvbench cannot read this GGUF file ({error}). Fetch it again.", setting="model.path"
+        ) from error
     for key, count in header.fields.items():
         if key.endswith(".block_count") and not (type(count) is int and 1 <= count <= header.num_tensors):
-            raise ValueError(
+            raise FileContent(
                 f"model.path={path} says {key}={count!r:.100}, and has {header.num_tensors} tensors; a model has at "
-                "least one layer, and a layer at least one tensor: fetch the file again"
+                "least one layer, and a layer at least one tensor: fetch the file again",
+                setting="model.path",
             )
 
 
@@ -99,12 +103,12 @@ def ensure_converted(path: Path, dtype: torch.dtype) -> tuple[Path, str] | None:
             except conversions.NotAlike as error:  # noted, so that it is not tried again
                 return {"why_not": str(error)}
         if file_state(path) != state:
-            raise ValueError(f"{path} was changed while it was loaded; try again when nothing writes there")
+            raise FileContent(f"{path} was changed while it was loaded; try again when nothing writes there")
         return {"fingerprint": fingerprint(digest, tokenizer)}
 
     try:
         known = conversions.ensure(folder, path.stem, needed_bytes, make, by)
-    except (OSError, conversions.NoRoom) as error:
+    except (OSError, NoRoom) as error:
         known = {"why_not": str(error)}
     if "fingerprint" in known:
         return folder, known["fingerprint"]
@@ -193,10 +197,11 @@ def _reading(path: Path) -> Iterator[None]:
         if not is_fault(error):
             raise
         reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise ValueError(
+        raise FileContent(
             f"model.path={path}: transformers {transformers.__version__} cannot read this GGUF file ({reason}). Fetch "
             "it again if it is damaged; if its architecture is not supported, use the original weights: model=hf "
-            "model.path=FOLDER."
+            "model.path=FOLDER.",
+            setting="model.path",
         ) from error
 
 

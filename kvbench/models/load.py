@@ -1,8 +1,7 @@
 """Loads the model of an experiment: embedded default, hub id, folder, GGUF file, or random weights of a known shape."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 
 from kvbench.config import garbage
 from kvbench.config.settings import as_dict
-from kvbench.errors import MissingWeightsError, UnsupportedModel, check_name, check_whole, unknown_name
+from kvbench.errors import FileContent, MissingWeightsError, NameUnknown, check_name, check_whole, unknown_name
 from kvbench.models import (
     cache,
     conversions,
@@ -26,7 +25,7 @@ from kvbench.models import (
     random_weights,
     rotary,
 )
-from kvbench.models.checkpoint import SAFELY, How, check_complete, config_of, is_fault, outline_of, read_weights
+from kvbench.models.checkpoint import SAFELY, How, check_complete, config_of, outline_of, read_weights, reading
 from kvbench.models.devices import read_devices
 from kvbench.models.processes import read_processes, started, tell
 from kvbench.rules.counting import Mark, Outside, Through
@@ -187,7 +186,7 @@ def _read_conversion(folder: Path, how: How) -> tuple["PreTrainedModel", "PreTra
     """Reads a folder that kvbench has converted, and that is whole."""
     model, tokenizer = _read_folder(folder, how, conversions.read_tokenizer)
     if damage := conversions.find_damage(folder):
-        raise ValueError(f"in {folder} {damage}: it was changed while it was loaded; give the same command again")
+        raise FileContent(f"in {folder} {damage}: it was changed while it was loaded; give the same command again")
     return model, tokenizer
 
 
@@ -201,7 +200,7 @@ def _load_hf(settings: dict, how: How) -> _Loaded:
     model, tokenizer = _read_folder(folder, how)
     fingerprint = files.folder_fingerprint(folder)
     if files.folder_state(folder) != before:
-        raise ValueError(f"{folder} was changed while it was loaded; try again when nothing writes there")
+        raise FileContent(f"{folder} was changed while it was loaded; try again when nothing writes there")
     # A folder is known by its own name, a hub id by what stands after the owner.
     return model, tokenizer, Path(path).expanduser().absolute().name, fingerprint
 
@@ -217,7 +216,7 @@ def _load_gguf(settings: dict, how: How) -> _Loaded:
     model, tokenizer = gguf.read_gguf(path, how.dtype)
     fingerprint = gguf.fingerprint(cache.file_digest(path), tokenizer)
     if cache.file_state(path) != before:
-        raise ValueError(f"{path} was changed while it was loaded; try again when nothing writes there")
+        raise FileContent(f"{path} was changed while it was loaded; try again when nothing writes there")
     return model, tokenizer, path.stem, fingerprint
 
 
@@ -291,7 +290,7 @@ def outline(cfg: Mapping[str, Any]) -> LoadedModel:
             files.check_config(folder_and_tokenizer[0])
             config = config_of(folder_and_tokenizer[0])
         else:
-            raise ValueError(f"model.kind={settings.get('kind')} is not known")
+            raise NameUnknown(f"model.kind={settings.get('kind')} is not known", setting="model.kind")
         model = outline_of(config, dtype)
     return LoadedModel(
         model=model,
@@ -324,11 +323,11 @@ def outline_alone(path: Path) -> "PreTrainedModel":
         gguf.check_gguf(path)
     else:
         files.check_config(path, has_weights=False)
-    with _reading(f"the model in {path}"), conversions.quiet_transformers():
+    with reading(f"the model in {path}"), conversions.quiet_transformers():
         config = gguf.header_config(path) if is_file else config_of(path)
         named = None if is_file else getattr(config.get_text_config(), "dtype", None) or config.dtype
     dtype = check_name("dtype", str(named or torch.bfloat16).removeprefix("torch."), _DTYPES)
-    with _reading(f"the model in {path}"), conversions.quiet_transformers():
+    with reading(f"the model in {path}"), conversions.quiet_transformers():
         return outline_of(config, _DTYPES[dtype])
 
 
@@ -357,37 +356,13 @@ def _read_folder(
 ) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
     """Reads model and tokenizer from a checked folder, without any question to the hub."""
     files.check_config(folder)
-    with _reading(f"the model in {folder}"):
+    with reading(f"the model in {folder}"):
         with conversions.quiet_transformers():
             model, loaded = read_weights(folder, how)
         tokenizer = read_tokenizer(folder)
     check_complete(loaded, str(folder))
     fields.check_growth(folder, tokenizer)
     return model, tokenizer
-
-
-@contextmanager
-def _reading(what: str) -> Iterator[None]:
-    """Makes a ValueError about a model of whatever transformers raises over a broken or unknown one."""
-    import transformers
-
-    try:
-        yield
-    except UnsupportedModel:
-        raise
-    except BaseException as error:
-        if not is_fault(error):
-            raise
-        if "trust_remote_code" in str(error):
-            raise ValueError(
-                f"{what[0].upper()}{what[1:]} needs Python code of its own (trust_remote_code), which kvbench does not "
-                "run; choose a model whose architecture transformers has."
-            ) from error
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise ValueError(
-            f"transformers {transformers.__version__} cannot load {what} ({reason}). Fetch it again if a file is "
-            "damaged."
-        ) from error
 
 
 def _is_gguf(settings: dict) -> bool:

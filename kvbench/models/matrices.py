@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from kvbench.errors import check_name
+from kvbench.errors import SettingsConflict, check_name
 from kvbench.kernels.cpu.abi import chosen_isa, load
 from kvbench.kernels.cpu.build import BuildError
 from kvbench.kernels.cpu.products import DTYPES, RowProducts
@@ -46,9 +46,10 @@ def read_linear(value: object, quantisation: str | None, processes: int) -> str:
     if value == AUTO and other:
         return PLAIN
     if value != PLAIN and other:
-        raise ValueError(
+        raise SettingsConflict(
             f"model.linear={value} takes whole plain matrices, and {other} leaves other ones; set "
-            f"model.linear=plain, or {other.partition('=')[0]}=null"
+            f"model.linear=plain, or {other.partition('=')[0]}=null",
+            setting="model.linear",
         )
     return str(value)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvbench.errors import check_whole
+from kvbench.errors import SettingsConflict, check_whole
 
 if TYPE_CHECKING:
     from kvbench.models.devices import Devices
@@ -55,20 +55,23 @@ def read_processes(value: object, model_kind: str, devices: "Devices") -> int:
         return 1
     wanted = check_whole("model.tensor_parallel", value, 1, ", or null for one process")
     if model_kind not in ("hf", "embedded"):
-        raise ValueError(
+        raise SettingsConflict(
             f"model.tensor_parallel={wanted} is for models that are read from a folder or the hub (model.kind=hf), and "
-            f"model.kind={model_kind} is put together in one process; set model.tensor_parallel=null"
+            f"model.kind={model_kind} is put together in one process; set model.tensor_parallel=null",
+            setting="model.tensor_parallel",
         )
     if len(devices.all) > 1:
-        raise ValueError(
+        raise SettingsConflict(
             f"model.tensor_parallel={wanted} cuts each layer over processes with a device each, and "
-            f"model.device={devices} spreads whole layers; set one of the two"
+            f"model.device={devices} spreads whole layers; set one of the two",
+            setting="model.tensor_parallel",
         )
     _, there = started()
     if there != wanted:
-        raise ValueError(
+        raise SettingsConflict(
             f"model.tensor_parallel={wanted}, but {there} process{'es were' if there > 1 else ' was'} started; give "
-            f"the command as torchrun --nproc-per-node={wanted} -m kvbench ..."
+            f"the command as torchrun --nproc-per-node={wanted} -m kvbench ...",
+            setting="model.tensor_parallel",
         )
     connect()
     return wanted

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kvbench.errors import check_name
+from kvbench.errors import PackageMissing, SettingsConflict, check_name
 
 # What `model.quantisation` may be -> torchao's configuration with its settings. The packing of int4 is the one that
 # torch itself has kernels for, on GPUs and in bfloat16.
@@ -25,24 +25,28 @@ def read_kind(value: object, model_kind: str, device: torch.device, dtype: torch
         return None
     value = check_name("model.quantisation", value, KINDS)
     if model_kind != "hf":
-        raise ValueError(
+        raise SettingsConflict(
             f"model.quantisation={value} is for models that are read from a folder or the hub (model.kind=hf), and "
-            f"model.kind={model_kind} makes its weights itself; set model.quantisation=null"
+            f"model.kind={model_kind} makes its weights itself; set model.quantisation=null",
+            setting="model.quantisation",
         )
     if value == "int4" and (device.type == "cpu" or dtype != torch.bfloat16):
-        raise ValueError(
+        raise SettingsConflict(
             f"model.quantisation=int4 has kernels for GPUs in bfloat16, and this model is on {device} in "
-            f"{str(dtype).removeprefix('torch.')}; set model.dtype=bfloat16 on a GPU, or model.quantisation=int8"
+            f"{str(dtype).removeprefix('torch.')}; set model.dtype=bfloat16 on a GPU, or model.quantisation=int8",
+            setting="model.quantisation",
         )
     if processes > 1:
-        raise ValueError(
+        raise SettingsConflict(
             f"model.quantisation={value} with model.tensor_parallel={processes} was never tried; set one of the two, "
-            "or spread the layers (model.device=[cuda:0,cuda:1])"
+            "or spread the layers (model.device=[cuda:0,cuda:1])",
+            setting="model.quantisation",
         )
     if importlib.util.find_spec("torchao") is None:
-        raise ValueError(
+        raise PackageMissing(
             f"model.quantisation={value} needs the package torchao; run pip install torchao, or set "
-            "model.quantisation=null"
+            "model.quantisation=null",
+            setting="model.quantisation",
         )
     return str(value)
 
@@ -59,8 +63,9 @@ def config_of(kind: str) -> Any:
     name, settings = KINDS[kind]
     made = getattr(importlib.import_module("torchao.quantization"), name, None)
     if made is None:
-        raise ValueError(
+        raise PackageMissing(
             f"model.quantisation={kind} needs torchao.quantization.{name}, which torchao {version('torchao')} lacks; "
-            "run pip install -U torchao"
+            "run pip install -U torchao",
+            setting="model.quantisation",
         )
     return TorchAoConfig(made(**settings))

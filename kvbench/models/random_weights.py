@@ -8,8 +8,9 @@ import torch
 import yaml
 
 from kvbench.config.files import package_folder
-from kvbench.errors import check_name, check_whole, unknown_name
+from kvbench.errors import SettingsConflict, SettingValue, check_name, check_whole, unknown_name
 from kvbench.kernels.bench.machine import available_bytes
+from kvbench.models.cache import NoRoom
 from kvbench.models.checkpoint import native_attention, outline_of
 
 if TYPE_CHECKING:
@@ -63,7 +64,10 @@ def random_config(
         if value is not None:
             fields[key] = check_whole(name, value, 1, f", or null for the preset's {fields[key]}")
     if not isinstance(overrides, Mapping | None):
-        raise ValueError(f"model.overrides={overrides} must hold fields of the configuration, as {{hidden_size: 64}}")
+        raise SettingValue(
+            f"model.overrides={overrides} must hold fields of the configuration, as {{hidden_size: 64}}",
+            setting="model.overrides",
+        )
     overrides = dict(overrides or {})
     model_type = str(overrides.get("model_type", fields["model_type"]))
     if model_type not in CONFIG_MAPPING:
@@ -80,7 +84,9 @@ def random_config(
     try:
         config = CONFIG_MAPPING[model_type](**fields)
     except Exception as error:  # each version of transformers has errors of its own for values that make no model
-        raise ValueError(f"model.overrides={overrides} makes no model: {' '.join(str(error).split())}") from error
+        raise SettingValue(
+            f"model.overrides={overrides} makes no model: {' '.join(str(error).split())}", setting="model.overrides"
+        ) from error
     _check_shape(config)
     return config
 
@@ -109,9 +115,10 @@ def byte_tokenizer(vocab_size: int) -> "PreTrainedTokenizerFast":
     from transformers import PreTrainedTokenizerFast
 
     if vocab_size < _BYTE_VOCABULARY_TOKENS:
-        raise ValueError(
+        raise SettingValue(
             f"vocab_size={vocab_size} is below {_BYTE_VOCABULARY_TOKENS} (256 bytes and the end of text), the least "
-            "that a random model needs to read prompts; raise model.overrides.vocab_size."
+            "that a random model needs to read prompts; raise model.overrides.vocab_size.",
+            setting="model.overrides.vocab_size",
         )
     end = "<|endoftext|>"
     # The alphabet stands for the 256 bytes by one printable character each; sorted, because its own order is not fixed.
@@ -129,9 +136,10 @@ def _check_sizes(fields: Mapping[str, Any]) -> None:
     for name in ("num_attention_heads", "num_key_value_heads", "hidden_size", "intermediate_size", "vocab_size"):
         check_whole(f"model.overrides.{name}", fields[name], 1)
     if fields.get("head_dim") is not None and check_whole("model.overrides.head_dim", fields["head_dim"], 2) % 2:
-        raise ValueError(
+        raise SettingValue(
             f"model.overrides.head_dim={fields['head_dim']} is odd, and rotary positions turn channels in pairs; "
-            "choose an even one"
+            "choose an even one",
+            setting="model.overrides.head_dim",
         )
 
 
@@ -139,14 +147,16 @@ def _check_shape(config: "PretrainedConfig") -> None:
     """Raises ValueError when heads and sizes do not fit together."""
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % kv_heads:
-        raise ValueError(
+        raise SettingsConflict(
             f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}; every KV head serves a "
-            "whole number of query heads."
+            "whole number of query heads.",
+            setting="model.overrides.num_attention_heads",
         )
     if getattr(config, "head_dim", None) is None and config.hidden_size % heads:
-        raise ValueError(
+        raise SettingsConflict(
             f"hidden_size={config.hidden_size} is not a multiple of num_attention_heads={heads}; change one, or set "
-            "head_dim."
+            "head_dim.",
+            setting="model.overrides.hidden_size",
         )
 
 
@@ -162,7 +172,7 @@ def _check_memory(outline: "PreTrainedModel", config: "PretrainedConfig", device
     remedy = (
         f"model.num_layers={fitting} fits" if fitting >= 1 else "not even one layer fits: choose a smaller model.preset"
     )
-    raise ValueError(
+    raise NoRoom(
         f"The weights need {total_bytes / _GIB:.1f} GiB ({num_layers} layers), but {free_bytes / _GIB:.1f} GiB are "
         f"free on {device}; "
         f"{remedy}" + ("; model.dtype=bfloat16 halves the need." if outline.dtype == torch.float32 else ".")

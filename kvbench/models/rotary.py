@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvbench.errors import UnsupportedModel
+from kvbench.errors import SettingValue, UnsupportedModel
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -171,8 +171,9 @@ def context_length(config: "PretrainedConfig", wanted: int | None) -> int:
     if wanted is None:
         return length
     if not isinstance(wanted, int) or not 1 <= wanted <= length:
-        raise ValueError(
+        raise SettingValue(
             f"model.max_tokens={wanted} must be in [1, {length}], the context length of this model, or null for all of "
-            "it."
+            "it.",
+            setting="model.max_tokens",
         )
     return wanted

@@ -14,7 +14,7 @@ which a user may evict again every so many decode steps, or from `Stepwise`, whi
 docs/reference/methods.md shows how the field's methods map onto this.
 """
 
-from kvbench.errors import NotForModel
+from kvbench.errors import NotForModel, SettingsConflict, SettingValue
 from kvbench.policy.allocation import Allocation, Shares, read_table, shares_by_score, shares_by_table
 from kvbench.policy.base import Policy
 from kvbench.policy.bounds import Bounds, Extent, quantised, within

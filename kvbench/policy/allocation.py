@@ -12,7 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvbench.errors import NotForModel
+from kvbench.errors import FileContent, FileMissing, NotForModel, SettingsConflict, SettingValue
+from kvbench.policy.budget import Budget
 from kvbench.policy.ranking import pyramid_budgets, rank_descending, share_with_cap
 from kvbench.policy.views import PrefillView
 from kvbench.rules.files import read_regular
@@ -49,9 +50,36 @@ class Shares:
         if self.table is None:
             return
         if self.allocation != "table":
-            raise ValueError(f"table is for allocation=table, but allocation={self.allocation}; set one of the two")
+            raise SettingsConflict(
+                f"table is for allocation=table, but allocation={self.allocation}; set one of the two",
+                setting="method.table",
+            )
         if min(map(min, self.table)) < 0 or not any(map(any, self.table)):
-            raise ValueError("table holds weights below 0, or nothing but 0; give what every head's share is worth")
+            raise SettingValue(
+                "table holds weights below 0, or nothing but 0; give what every head's share is worth",
+                setting="method.table",
+            )
+
+    def check(self, text: object, budget: Budget, without_weights: str | None) -> None:
+        """Refuses shares that a budget or a method does not go with.
+
+        Args:
+            text: The budget as it was set.
+            budget: It, parsed.
+            without_weights: Class of the method, if that has no `layer_weights`.
+        """
+        if self.allocation == "preference" and without_weights:
+            raise SettingValue(
+                "allocation=preference is for methods that say what a prompt's layers are worth, and "
+                f"{without_weights} does not; choose another allocation, or a method such as cake",
+                setting="method.allocation",
+            )
+        if self.spare_pages and budget.unit == "bytes":
+            raise SettingsConflict(
+                f"official_rounding=true may spend more than budget={text}, which bytes do not allow; give a ratio or "
+                "tokens",
+                setting="method.official_rounding",
+            )
 
     @property
     def is_mean(self) -> bool:
@@ -181,17 +209,22 @@ def read_table(table: str | Sequence[Sequence[float]], setting: str = "table") -
         try:
             text = read_regular(path, MAX_TABLE_BYTES).decode()
         except FileNotFoundError:
-            raise ValueError(f"{setting}={table} is no file; give a table of numbers, one line per layer") from None
+            raise FileMissing(
+                f"{setting}={table} is no file; give a table of numbers, one line per layer", setting=setting
+            ) from None
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or "it is no text"
-            raise ValueError(
-                f"{setting}={table} cannot be read: {reason}; give a table of numbers, one line per layer"
+            raise FileMissing(
+                f"{setting}={table} cannot be read: {reason}; give a table of numbers, one line per layer",
+                setting=setting,
             ) from None
         lines = [re.split(r"\s*,\s*|\s+", line.strip()) for line in text.splitlines() if line.strip()]
         try:
             rows = json.loads(text) if path.suffix == ".json" else lines
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{setting}={table} is no JSON ({error}); write a list of lists of numbers") from None
+            raise FileContent(
+                f"{setting}={table} is no JSON ({error}); write a list of lists of numbers", setting=setting
+            ) from None
     else:
         rows = table
     try:
@@ -201,8 +234,9 @@ def read_table(table: str | Sequence[Sequence[float]], setting: str = "table") -
     whole = parsed and parsed[0] and len({len(row) for row in parsed}) == 1
     if not whole or not all(math.isfinite(value) for row in parsed for value in row):
         name = table if isinstance(table, str) else "the list"
-        raise ValueError(
+        raise SettingValue(
             f"{setting}: {name} is not one line per layer with one number per KV head in each; NaN and infinity "
-            "are no numbers"
+            "are no numbers",
+            setting=setting,
         )
     return parsed

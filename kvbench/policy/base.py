@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from kvbench.errors import SettingValue
 from kvbench.policy.bounds import Bounds, Extent
 from kvbench.policy.budget import Budget, BudgetRule
 from kvbench.policy.declare import CodeBooks, Compaction, HeadScales, ReadSpec, Residual, ScoreSpec, TierTable
@@ -86,7 +87,7 @@ class Policy:
     fewest_tokens: int = _declared(1)
 
     def __post_init__(self) -> None:
-        check_settings(self)
+        check_settings(self, group="method.")
         self._check_upkeep()
         self.declare()
 
@@ -97,9 +98,10 @@ class Policy:
             if self.no_upkeep and isinstance(field_.rule, BudgetRule) and value is not None:
                 budget = Budget.parse(value, name)
                 if budget.of_seen:
-                    raise ValueError(
+                    raise SettingValue(
                         f"{name}={value} is a share of all tokens seen, which {type(self).__name__} cannot keep to: it "
-                        f"{self.no_upkeep}; give a ratio of the prompt, such as {budget.value:g}, or another method"
+                        f"{self.no_upkeep}; give a ratio of the prompt, such as {budget.value:g}, or another method",
+                        setting=f"method.{name}",
                     )
 
     def declare(self) -> None:

@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+from kvbench.errors import SettingValue
 from kvbench.rules import MAX_BYTES, MAX_TOKENS, Readable, shown
 
 Unit = Literal["ratio", "seen", "tokens", "bytes"]
@@ -47,12 +48,12 @@ class Budget:
         if isinstance(text, int | float | str) and not isinstance(text, bool):
             number = _number(text)
         if number is None:
-            raise ValueError(f"{name}={shown(text)} is not a budget; {rule}")
+            raise SettingValue(f"{name}={shown(text)} is not a budget; {rule}", setting=name)
         value, unit = number
         ranges = {"ratio": (0, 1), "seen": (0, 1), "tokens": (1, MAX_TOKENS), "bytes": (1, MAX_BYTES)}
         lowest, highest = ranges[unit]
         if not lowest <= value <= highest or not value:
-            raise ValueError(f"{name}={shown(text)} is out of range; {rule}")
+            raise SettingValue(f"{name}={shown(text)} is out of range; {rule}", setting=name)
         return Budget(float(value), unit)
 
     @property
@@ -82,9 +83,10 @@ class Budget:
             return int(self.value)
         tokens = int(self.value / (lists * token_bytes))
         if tokens < 1:
-            raise ValueError(
+            raise SettingValue(
                 f"budget={int(self.value)}B holds less than one token per KV head ({lists} lists x {token_bytes:g} B); "
-                "raise it"
+                "raise it",
+                setting="method.budget",
             )
         return tokens
 

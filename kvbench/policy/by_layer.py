@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
+from kvbench.errors import SettingValue
 from kvbench.policy.base import Policy
 from kvbench.policy.declare import TierTable
 from kvbench.policy.settings import TierRule, TierText
@@ -26,7 +27,7 @@ class TiersByLayer(Readable):
 
     def check(self, name: str, value: object) -> None:
         if not isinstance(value, str):
-            raise ValueError(f"{name}={shown(value)} must be {self.text}")
+            raise SettingValue(f"{name}={shown(value)} must be {self.text}", setting=name)
         read_table(value, name)
 
 
@@ -40,16 +41,18 @@ def read_table(text: str, name: str = "tiers_by_layer") -> tuple[list[tuple[str,
         match = re.fullmatch(r"(?:(?P<layer>-?[0-9]{1,4}):|(?P<count>[0-9]{1,4})\*)?(?P<tiers>[a-z0-9_/-]+)", entry)
         tiers = tuple(match["tiers"].split("/")) if match else ()
         if match is None or not all(map(TierRule().fits, tiers)) or (match["layer"] and len(tiers) > 1):
-            raise ValueError(f"{name}={shown(text)} has {entry!r}, but it must be {TiersByLayer().text}")
+            raise SettingValue(
+                f"{name}={shown(text)} has {entry!r}, but it must be {TiersByLayer().text}", setting=name
+            )
         if match["layer"]:
             layer = int(match["layer"])
             if layer in named:
-                raise ValueError(f"{name}={shown(text)} names layer {layer} twice; name it once")
+                raise SettingValue(f"{name}={shown(text)} names layer {layer} twice; name it once", setting=name)
             named[layer] = tiers[0]
         else:
             rows += [tiers] * int(match["count"] or 1)
     if (rows and named) or not (rows or named) or len(rows) > MAX_LAYERS:
-        raise ValueError(f"{name}={shown(text)} must be {TiersByLayer().text}")
+        raise SettingValue(f"{name}={shown(text)} must be {TiersByLayer().text}", setting=name)
     return rows, named
 
 
@@ -108,9 +111,10 @@ class ByLayer(Policy):
         )
         if len(used) > MAX_TIERS:
             names = ", ".join(tier.name for tier in used)
-            raise ValueError(
+            raise SettingValue(
                 f"the layers have {len(used)} precisions ({names}), but a cache holds {MAX_TIERS}; give fewer "
-                "different ones"
+                "different ones",
+                setting="method.tiers_by_layer",
             )
         self.tiers, self.by_layer = tuple(used), table
 

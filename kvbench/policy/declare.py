@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from torch import Tensor
 
-from kvbench.errors import NotForModel
+from kvbench.errors import BrokenRule, NotForModel
 from kvbench.policy.budget import Budget
 from kvbench.policy.statistics import NEEDS, Probability, Statistic
 from kvbench.policy.views import DecodeView
@@ -87,42 +87,42 @@ class ScoreSpec:
     def __post_init__(self) -> None:
         check_settings(self)
         if self.pool != "none" and (self.pool_kernel < 1 or self.pool_kernel % 2 == 0):
-            raise ValueError(f"pool_kernel={self.pool_kernel} must be odd and >= 1, so that the pool is centred")
+            raise BrokenRule(f"pool_kernel={self.pool_kernel} must be odd and >= 1, so that the pool is centred")
         if unknown := set(self.track) - {"score", "pos"}:
-            raise ValueError(f"track={sorted(unknown)} is unknown; the store can keep 'score' and 'pos'")
+            raise BrokenRule(f"track={sorted(unknown)} is unknown; the store can keep 'score' and 'pos'")
         if self.decode_update and "score" not in self.track:
-            raise ValueError("decode_update=True needs track to hold 'score'")
+            raise BrokenRule("decode_update=True needs track to hold 'score'")
         if self.decode_replace and not self.decode_update:
-            raise ValueError("decode_replace=True needs decode_update=True: it says how a step updates the scores")
+            raise BrokenRule("decode_replace=True needs decode_update=True: it says how a step updates the scores")
         if self.decode_update and self.query_reduce != "sum":
-            raise ValueError(f"query_reduce={self.query_reduce!r} must be 'sum' with decode_update=True, which adds")
+            raise BrokenRule(f"query_reduce={self.query_reduce!r} must be 'sum' with decode_update=True, which adds")
         if self.decode_update and self.skip_near and "pos" not in self.track:
-            raise ValueError(f"skip_near={self.skip_near} with decode_update=True needs track to hold 'pos'")
+            raise BrokenRule(f"skip_near={self.skip_near} with decode_update=True needs track to hold 'pos'")
         self._check_statistic()
 
     def _check_statistic(self) -> None:
         """Refuses what is no statistic, or does not fit the other settings."""
         kind = type(self.statistic)
         if not isinstance(self.statistic, Statistic):
-            raise ValueError(f"statistic={shown(self.statistic)} is no Statistic; give an object of a subclass of it")
+            raise BrokenRule(f"statistic={shown(self.statistic)} is no Statistic; give an object of a subclass of it")
         if not getattr(kind.__dict__.get("__dataclass_params__"), "frozen", False):
-            raise ValueError(
+            raise BrokenRule(
                 f"statistic={kind.__name__} is not a frozen dataclass of its own, so that two of them cannot be told "
                 "apart by their settings; put @dataclass(frozen=True) above the class"
             )
         if unknown := self.statistic.needs - set(NEEDS):
-            raise ValueError(f"{kind.__name__}.needs={sorted(unknown)} is unknown; known are {', '.join(NEEDS)}")
+            raise BrokenRule(f"{kind.__name__}.needs={sorted(unknown)} is unknown; known are {', '.join(NEEDS)}")
         if ("replays" in self.statistic.needs) != (self.probe is not None):
-            raise ValueError(
+            raise BrokenRule(
                 f"probe={self.probe} does not go with {kind.__name__}.needs={sorted(self.statistic.needs)}: a second "
                 "pass is made for a statistic that looks at 'replays', and for no other; set both or neither"
             )
         if self.slot_queries and not self.statistic.answers("of_slots"):
-            raise ValueError(f"slot_queries={self.slot_queries} must be 0 unless {kind.__name__} defines of_slots")
+            raise BrokenRule(f"slot_queries={self.slot_queries} must be 0 unless {kind.__name__} defines of_slots")
         for name, value in self.statistic.requires.items():
             if getattr(self, name) != value:
                 needed = ", ".join(f"{each}={wanted!r}" for each, wanted in self.statistic.requires.items())
-                raise ValueError(f"{name}={getattr(self, name)!r} does not go with {kind.__name__}; set {needed}")
+                raise BrokenRule(f"{name}={getattr(self, name)!r} does not go with {kind.__name__}; set {needed}")
 
     @property
     def measures_prompts(self) -> bool:

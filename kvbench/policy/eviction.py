@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from kvbench.errors import SettingsConflict
 from kvbench.policy.budget import Budget
 from kvbench.policy.plans import APPEND, CompactPlan, DecodePlan
 from kvbench.policy.ranking import rank_descending
@@ -90,18 +91,21 @@ class Protection:
         """Refuses what cannot be protected of a budget, which was written as `text`; `no_eviction` says what to set so
         that the method evicts while decoding, and is empty where it does."""
         if self.of in ("prompt", "answer") and budget.of_seen:
-            raise ValueError(
+            raise SettingsConflict(
                 f"budget={text} is a share of all tokens seen, of which protect={self.of} keeps a part whole; set "
-                "protect to none, sinks or instruction, or give a ratio"
+                "protect to none, sinks or instruction, or give a ratio",
+                setting="method.protect",
             )
         if self.of in ("prompt", "answer") and no_eviction:
-            raise ValueError(
-                f"protect={self.of} is about evictions while decoding, and these settings make none; {no_eviction}"
+            raise SettingsConflict(
+                f"protect={self.of} is about evictions while decoding, and these settings make none; {no_eviction}",
+                setting="method.protect",
             )
         if self.of == "instruction" and budget.unit == "bytes":
-            raise ValueError(
+            raise SettingsConflict(
                 f"budget={text} counts the whole cache, and how long the instruction is that protect=instruction "
-                "keeps differs from text to text; give a ratio or tokens"
+                "keeps differs from text to text; give a ratio or tokens",
+                setting="method.protect",
             )
 
     @property

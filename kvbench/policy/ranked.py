@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
+from kvbench.errors import SettingsConflict
 from kvbench.policy.allocation import Allocation, Shares, read_table
 from kvbench.policy.bounds import Bounds, Extent, of_answer, within
 from kvbench.policy.budget import Budget, BudgetText
@@ -104,9 +105,10 @@ class Ranked(ByLayer):
 
     def declare(self) -> None:
         if (self.budget is None) == (self.threshold is None):
-            raise ValueError(
+            raise SettingsConflict(
                 f"budget={self.budget} and threshold={self.threshold}: one of them says what stays, so give one and "
-                "set the other to null"
+                "set the other to null",
+                setting="method.threshold",
             )
         # The numbers of a table, so that a run's identity does not hang on a path.
         self.table = self._table = None if self.table is None else read_table(self.table)
@@ -134,27 +136,25 @@ class Ranked(ByLayer):
 
     def _refuse(self) -> None:
         """Refuses settings that do not go together."""
-        if self.allocation == "preference" and type(self).layer_weights is Ranked.layer_weights:
-            raise ValueError(
-                f"allocation=preference is for methods that say what a prompt's layers are worth, and "
-                f"{type(self).__name__} does not; choose another allocation, or a method such as cake"
-            )
-        if self.shares.spare_pages and self.byte_budget:
-            raise ValueError(
-                f"official_rounding=true may spend more than budget={self.budget}, which bytes do not allow; give a "
-                "ratio or tokens"
-            )
-        if self.threshold is not None and (self.shares.is_mean or self.value_aware):
-            what = f"allocation={self.allocation}" if self.shares.is_mean else "value_aware=true"
-            raise ValueError(f"threshold={self.threshold} leaves {what} no budget to divide; set one of the two")
+        prefers = type(self).layer_weights is not Ranked.layer_weights
+        self.shares.check(self.budget, self._budget, None if prefers else type(self).__name__)
         self.protection.check(self.budget, self._budget, self.no_eviction)
-        if not self.cut_chunk and self.chunk == 1:
-            raise ValueError("cut_chunk=false is about chunks, and chunk=1 makes none; set chunk to more tokens")
-        if self.value_aware and self.chunk > 1:
-            raise ValueError(
-                f"value_aware=true ranks single tokens a second time, which chunk={self.chunk} does not allow; set one "
-                "of the two"
-            )
+        shared = f"allocation={self.allocation}" if self.shares.is_mean else "value_aware=true"
+        wrong = {
+            "threshold": self.threshold is not None
+            and (self.shares.is_mean or self.value_aware)
+            and f"threshold={self.threshold} leaves {shared} no budget to divide; set one of the two",
+            "cut_chunk": not self.cut_chunk
+            and self.chunk == 1
+            and "cut_chunk=false is about chunks, and chunk=1 makes none; set chunk to more tokens",
+            "value_aware": self.value_aware
+            and self.chunk > 1
+            and f"value_aware=true ranks single tokens a second time, which chunk={self.chunk} does not allow; set one "
+            "of the two",
+        }
+        for setting, why in wrong.items():
+            if why:
+                raise SettingsConflict(why, setting=f"method.{setting}")
 
     def rank_by(self, spec: ScoreSpec) -> None:
         """Declares the score, and how it keeps lists to a share of all tokens seen."""

@@ -4,6 +4,7 @@ a prompt before all of it was read."""
 from dataclasses import dataclass
 from typing import Annotated
 
+from kvbench.errors import SettingsConflict, SettingValue
 from kvbench.policy.base import Policy
 from kvbench.policy.budget import Budget, BudgetRule
 from kvbench.policy.declare import ALL_QUERIES
@@ -47,8 +48,9 @@ def check_sizes(policy: Policy, *, max_tokens: int, num_layers: int) -> None:
             value, unit = int(budget.value), budget.unit
         if unit in limits and isinstance(value, int) and value > limits[unit][0]:
             limit, what = limits[unit]
-            raise ValueError(
-                f"method.{name}={value} is beyond the model, whose {what} of {unit} is {limit}; give at most that many"
+            raise SettingValue(
+                f"method.{name}={value} is beyond the model, whose {what} of {unit} is {limit}; give at most that many",
+                setting=f"method.{name}",
             )
 
 
@@ -87,7 +89,9 @@ def check_chunk(policy: Policy, chunk: int | None) -> None:
         remedy = f"give prefill.chunk={spec.prefill_queries} or more"
     else:
         return
-    raise ValueError(f"prefill.chunk={chunk} does not go with {name}, which {reason}; {remedy}")
+    raise SettingsConflict(
+        f"prefill.chunk={chunk} does not go with {name}, which {reason}; {remedy}", setting="prefill.chunk"
+    )
 
 
 def check_chunk_devices(chunk: int | None, num_devices: int, num_processes: int) -> None:
@@ -106,6 +110,7 @@ def check_chunk_devices(chunk: int | None, num_devices: int, num_processes: int)
     spread, other = f"model.device spreads its layers over {num_devices} devices", "name one device"
     if num_processes > 1:
         spread, other = f"model.tensor_parallel={num_processes} divides its heads", "model.tensor_parallel=null"
-    raise ValueError(
-        f"prefill.chunk={chunk} needs a cache in one place, and {spread}; set prefill.chunk=null, or {other}"
+    raise SettingsConflict(
+        f"prefill.chunk={chunk} needs a cache in one place, and {spread}; set prefill.chunk=null, or {other}",
+        setting="prefill.chunk",
     )

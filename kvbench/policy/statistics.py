@@ -13,6 +13,8 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
+from kvbench.errors import BrokenRule
+
 Need = Literal["before_rope", "output_projection", "hidden_states", "attention_call", "replays"]
 NEEDS: tuple[Need, ...] = get_args(Need)
 Answer = Literal["of_slots", "of_token", "of_step", "of_channels"]
@@ -169,7 +171,7 @@ class LayerTensors(ABC):
 
     def _require(self, tensor: Tensor | None, what: str, remedy: str) -> Tensor:
         if tensor is None:
-            raise ValueError(f"the statistic looks at the {what}, which it did not ask for; {remedy}")
+            raise BrokenRule(f"the statistic looks at the {what}, which it did not ask for; {remedy}")
         return tensor
 
 

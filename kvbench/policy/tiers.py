@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
+from kvbench.errors import SettingValue
 from kvbench.rules import Choice, Number, Whole, check_settings, shown
 
 ALLOWED_BITS = (1, 2, 3, 4, 5, 8, 16)
@@ -83,12 +84,19 @@ class Tier:
     def __post_init__(self) -> None:
         check_settings(self)
         if self.k_axis == "channel" and self.k_group < 8 and not self.native:
-            raise ValueError(f"k_group={self.k_group} with k_axis='channel' must be >= 8 tokens; 32 is usual")
+            raise SettingValue(
+                f"k_group={self.k_group} with k_axis='channel' must be >= 8 tokens; 32 is usual", setting="k_group"
+            )
         for side, bits, code in (("k", self.k_bits, self.k_code), ("v", self.v_bits, self.v_code)):
             if bits == 5 and code not in GGML:
-                raise ValueError(f"{side}_bits=5 are codes of q5_0 and q5_1 alone; choose those, or 4 or 8 bits")
+                raise SettingValue(
+                    f"{side}_bits=5 are codes of q5_0 and q5_1 alone; choose those, or 4 or 8 bits",
+                    setting=f"{side}_bits",
+                )
         if self.k_kept < 1 and self.k_bits < 16 and not self.native:
-            raise ValueError(f"k_kept={self.k_kept} with k_bits={self.k_bits} must be 1; give keys 16 bits")
+            raise SettingValue(
+                f"k_kept={self.k_kept} with k_bits={self.k_bits} must be 1; give keys 16 bits", setting="k_kept"
+            )
 
     @property
     def name(self) -> str:
@@ -147,15 +155,16 @@ class Tier:
             return _ggml(*sides)
         match = re.fullmatch(r"(lloyd-)?k([0-9]{1,4})v([0-9]{1,4})", lowered)
         if match is None:
-            raise ValueError(
+            raise SettingValue(
                 f"{name}={shown(text)} is not a tier; write k<bits>v<bits> (for example k8v4), lloyd-k<bits>v<bits>, "
-                f"one of {', '.join(NAMED)}, or two of llama.cpp's (for example q8_0-q4_0 or f16-q8_0)"
+                f"one of {', '.join(NAMED)}, or two of llama.cpp's (for example q8_0-q4_0 or f16-q8_0)",
+                setting=name,
             )
         try:
             k_bits, v_bits = int(match[2]), int(match[3])
             return _lloyd(k_bits, v_bits) if match[1] else Tier(k_bits=k_bits, v_bits=v_bits)
         except ValueError as error:
-            raise ValueError(f"{name}={text} is not a tier: {error}") from None
+            raise SettingValue(f"{name}={text} is not a tier: {error}", setting=name) from None
 
 
 def _lloyd(k_bits: int, v_bits: int) -> Tier:

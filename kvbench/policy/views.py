@@ -7,6 +7,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
+from kvbench.errors import BrokenRule
 from kvbench.policy.budget import Budget
 from kvbench.policy.plans import Extreme, SlotArrays
 
@@ -101,7 +102,7 @@ class PrefillView(View):
             ValueError: The policy declares none.
         """
         if self._score is None:
-            raise ValueError(
+            raise BrokenRule(
                 "the view of a prompt has no score, since the method declares none; set self.score to a ScoreSpec with "
                 "prefill_queries, or with a statistic that looks at no query"
             )
@@ -115,7 +116,7 @@ class PrefillView(View):
             ValueError: The policy's statistic does not say.
         """
         if self._channels is None:
-            raise ValueError(
+            raise BrokenRule(
                 "the view of a prompt has no channels, since the method's statistic does not measure them; define "
                 "of_channels"
             )

@@ -13,6 +13,8 @@ from dataclasses import dataclass, fields
 from datetime import date
 from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin, get_type_hints
 
+from kvbench.errors import BrokenRule, SettingValue
+
 MAX_TOKENS = 2**24  # no model reads more; a larger number is a slip
 MAX_BYTES = 2**50
 
@@ -43,7 +45,7 @@ class Rule(ABC):
     def check(self, name: str, value: object) -> None:
         """Refuses a value of a setting, named as the user writes it, with a ValueError that says what is allowed."""
         if not self.fits(value):
-            raise ValueError(f"{name}={shown(value)} must be {self.text}")
+            raise SettingValue(f"{name}={shown(value)} must be {self.text}", setting=name)
 
 
 class Readable(Rule):
@@ -215,7 +217,9 @@ class Text(Rule):
     def check(self, name: str, value: object) -> None:
         super().check(name, value)
         if isinstance(value, str) and is_half(value):
-            raise ValueError(f"{name}={shown(value)} holds half of a character pair, which is no UTF-8; write it anew")
+            raise SettingValue(
+                f"{name}={shown(value)} holds half of a character pair, which is no UTF-8; write it anew", setting=name
+            )
 
 
 @dataclass(frozen=True)
@@ -280,8 +284,9 @@ class Declared:
             return float(value) + 0.0
         return self.rule.read(value)
 
-    def check(self, value: object, prefix: str = "") -> None:
-        """Refuses a value that the field may not have with a ValueError that says what is allowed."""
+    def check(self, value: object, prefix: str = "", group: str | None = None) -> None:
+        """Refuses a value that the field may not have with a ValueError that says what is allowed, as
+        `check_settings`."""
         if (value is None and self.optional) or self.rule is None:
             return
         try:
@@ -289,7 +294,8 @@ class Declared:
         except ValueError as error:
             near = self.rule.near(value)
             hint = f". Did you mean {near}?" if near else ""
-            raise ValueError(f"{error}{', or null' if self.optional else ''}{hint}") from None
+            said = f"{error}{', or null' if self.optional else ''}{hint}"
+            raise SettingValue(said, setting=f"{prefix if group is None else group}{self.name}") from None
 
 
 _READ: dict[type, Mapping[str, Declared]] = {}  # class -> its settings; every object asks
@@ -305,7 +311,7 @@ def declared(kind: type) -> Mapping[str, Declared]:
         try:
             hints = get_type_hints(kind, include_extras=True)
         except Exception as error:  # whatever evaluating somebody's text raises
-            raise ValueError(
+            raise BrokenRule(
                 f"the annotations of {kind.__name__} cannot be read ({type(error).__name__}: {error}); a setting has "
                 "a type, such as Annotated[int, Whole(1)]"
             ) from error
@@ -313,18 +319,20 @@ def declared(kind: type) -> Mapping[str, Declared]:
     return _READ[kind]
 
 
-def check_settings(held: object, prefix: str = "") -> None:
+def check_settings(held: object, prefix: str = "", group: str | None = None) -> None:
     """Refuses an object with a setting outside its rule.
 
     Args:
         held: A dataclass object.
         prefix: What stands before the names where the user writes them, for example `store.`.
+        group: What stands before the name in the error's `setting`; `prefix` by default. A method's message names a
+            field as Python does, `budget`, its setting as the command line does, `method.budget`.
 
     Raises:
-        ValueError: Names the first such setting, its value and what is allowed.
+        SettingValue: Names the first such setting, its value and what is allowed.
     """
     for name, field in declared(type(held)).items():
-        field.check(getattr(held, name), prefix)
+        field.check(getattr(held, name), prefix, group)
 
 
 def is_same(value: object, other: object) -> bool:

@@ -15,6 +15,8 @@ from importlib import import_module
 from operator import attrgetter
 from typing import Any
 
+from kvbench.errors import KvbenchError
+
 # Variables by which MKL, oneDNN and cuBLAS compute otherwise on one machine: with other instructions, in other sums, at
 # another precision. What torch itself chose is asked of torch (`torch_isa`).
 VARIABLES = (
@@ -66,7 +68,7 @@ _refused: dict[str, str] = {}  # what runs once in a process -> what it changed
 Modes = Mapping[str, object]
 
 
-class ChangedMode(ValueError):
+class ChangedMode(KvbenchError, code="mode-changed"):
     """Code of the user's own changed a global mode of torch."""
 
 

@@ -13,7 +13,7 @@ from kvbench.config.calibrated import AUTO, KEY, of_method, shipped
 from kvbench.config.code import hash_files
 from kvbench.config.files import BY_LAYER
 from kvbench.config.settings import as_dict, read_data
-from kvbench.errors import unknown_name
+from kvbench.errors import FileContent, FileMissing, SettingsConflict, unknown_name
 from kvbench.results import provenance
 from kvbench.rules import declared, shown
 
@@ -45,15 +45,17 @@ def load(where: str) -> Calibration:
     path, setting = shipped().get(where, Path(where).expanduser()), f"method.calibration={where}"
     if not path.is_file():
         if path.suffix in (".yaml", ".yml") or "/" in where or not shipped():
-            raise ValueError(f"{setting} does not exist; `kvbench calibrate method=...` writes one")
+            raise FileMissing(
+                f"{setting} does not exist; `kvbench calibrate method=...` writes one", setting=f"method.{KEY}"
+            )
         raise unknown_name("method.calibration", where, shipped())
     content = read_data(path, setting)
     if missing := ", ".join(key for key in NEEDED if key not in content):
         remedy = "`kvbench calibrate method=...` writes one"
-        raise ValueError(f"{setting} is no calibration file: it lacks {missing}; {remedy}")
+        raise FileContent(f"{setting} is no calibration file: it lacks {missing}; {remedy}", setting=f"method.{KEY}")
     if (version := content.get("schema_version")) != SCHEMA_VERSION:
         reads = f"this kvbench reads {SCHEMA_VERSION}; calibrate again"
-        raise ValueError(f"{setting} has schema version {version!r}, {reads}")
+        raise FileContent(f"{setting} has schema version {version!r}, {reads}", setting=f"method.{KEY}")
     _check_content(setting, content)
     return Calibration(path=path, content=content)
 
@@ -63,23 +65,29 @@ def _check_content(setting: str, content: Mapping[str, Any]) -> None:
     for part in ("settings", "replaces", "base"):
         values = content[part]
         if not isinstance(values, dict):
-            raise ValueError(f"{setting}: {part}={shown(values)} is no list of settings")
+            raise FileContent(f"{setting}: {part}={shown(values)} is no list of settings", setting=f"method.{KEY}")
         for name, value in values.items():
             depth = 1 if part == "settings" else 2  # what is only compared may be a table of gates
             if not isinstance(name, str) or not name.isidentifier() or name.startswith("_") or name == KEY:
-                raise ValueError(f"{setting}: {part} has {shown(name)}, which is no setting's name")
+                raise FileContent(
+                    f"{setting}: {part} has {shown(name)}, which is no setting's name", setting=f"method.{KEY}"
+                )
             if not is_plain(value, depth):
-                raise ValueError(
+                raise FileContent(
                     f"{setting}: {part}.{name}={shown(value)} is neither a number, text, true, false or null, nor a "
-                    "list of these; a calibration file holds nothing else"
+                    "list of these; a calibration file holds nothing else",
+                    setting=f"method.{KEY}",
                 )
     for part, keys in (("model", ("name", "fingerprint", "dtype")), ("code", ("method",))):
         held = content[part]
         if not isinstance(held, dict) or not all(isinstance(held.get(key), str) for key in keys):
-            raise ValueError(f"{setting}: {part} must give {', '.join(keys)} as text; calibrate again")
+            raise FileContent(
+                f"{setting}: {part} must give {', '.join(keys)} as text; calibrate again", setting=f"method.{KEY}"
+            )
     if not isinstance(content["confirmed"], bool):
-        raise ValueError(
-            f"{setting}: confirmed={shown(content['confirmed'])} is neither true nor false; calibrate again"
+        raise FileContent(
+            f"{setting}: confirmed={shown(content['confirmed'])} is neither true nor false; calibrate again",
+            setting=f"method.{KEY}",
         )
 
 
@@ -105,13 +113,19 @@ def apply(method: Mapping[str, Any]) -> tuple[dict[str, Any], Calibration | None
         return changed, None
     calibration, setting = load(str(where)), f"method.calibration={where}"
     if calibration.content["target"] != changed["_target_"]:
-        raise ValueError(f"{setting} is for method={calibration.content['method']}; choose that method")
+        raise SettingsConflict(
+            f"{setting} is for method={calibration.content['method']}; choose that method", setting=f"method.{KEY}"
+        )
     for name, value in calibration.settings.items():
         if name not in changed and name not in BY_LAYER:  # which no YAML has to list
-            raise ValueError(f"{setting} sets {name}, which this method does not have; calibrate again")
+            raise FileContent(
+                f"{setting} sets {name}, which this method does not have; calibrate again", setting=f"method.{KEY}"
+            )
         if changed.get(name) not in (value, calibration.content["replaces"].get(name)):
-            raise ValueError(
-                f"method.{name}={changed[name]} and {setting}, which says {value}, contradict each other; leave one out"
+            raise SettingsConflict(
+                f"method.{name}={changed[name]} and {setting}, which says {value}, contradict each other; leave one "
+                "out",
+                setting=f"method.{name}",
             )
         changed[name] = value
     return changed, calibration
@@ -150,9 +164,10 @@ def notes(method: Mapping[str, Any], model: "LoadedModel", policy: "Policy") -> 
     made_for = content["model"]
     if made_for["fingerprint"] != model.fingerprint:
         words = " ".join(f"method.{name}={value}" for name, value in calibration.settings.items())
-        raise ValueError(
+        raise SettingsConflict(
             f"{path} was calibrated on the model {made_for['name']} ({made_for['fingerprint'][:12]}), and this is "
-            f"{model.name} ({model.fingerprint[:12]}); calibrate this one, or give the settings by hand: {words}"
+            f"{model.name} ({model.fingerprint[:12]}); calibrate this one, or give the settings by hand: {words}",
+            setting=f"method.{KEY}",
         )
     remarks = []
     if not content["confirmed"]:
@@ -175,7 +190,7 @@ def check_values(calibration: Calibration, policy: "Policy") -> None:
         try:
             known[name].check(value)
         except ValueError as error:
-            raise ValueError(f"{calibration.path}: {error}") from None
+            raise FileContent(f"{calibration.path}: {error}", setting=f"method.{KEY}") from None
 
 
 def method_hash(policy: "Policy") -> str:

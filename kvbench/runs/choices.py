@@ -11,7 +11,7 @@ import yaml
 from kvbench.cache.layout import StoreOptions
 from kvbench.config.files import options, path_of
 from kvbench.config.one_file import is_method_file, target_of
-from kvbench.errors import check_keys, unknown_name
+from kvbench.errors import PromptLength, SettingValue, check_keys, unknown_name
 from kvbench.models.load import LoadedModel
 from kvbench.policy import Policy
 from kvbench.rules import declared
@@ -40,7 +40,7 @@ def read_choice(group: str, text: str, *more: str) -> dict[str, Any]:
         key, sign, value = change.partition("=")
         if not sign:
             said = f"{change} in {group}={text} cannot be read as key=value"
-            raise ValueError(f"{said}; write {group}s as {name} KEY=VALUE")
+            raise SettingValue(f"{said}; write {group}s as {name} KEY=VALUE", setting=group)
         check_keys([key], settings, prefix=f"{group}.")
         content[key] = yaml.safe_load(value)
     return content
@@ -97,9 +97,10 @@ def sample_tokens(model: LoadedModel, rows: int, length: int) -> list[list[int]]
     from kvbench.tasks.haystack import paragraphs
 
     if length > model.max_tokens:
-        raise ValueError(
+        raise PromptLength(
             f"context and new tokens make {length}, but {model.name} holds {model.max_tokens}; lower context, "
-            "rounds or steps"
+            "rounds or steps",
+            setting="context",
         )
     texts = paragraphs()
     samples, at = [], 0

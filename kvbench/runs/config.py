@@ -10,7 +10,7 @@ from kvbench.cache.offsets import KINDS
 from kvbench.config import extensions
 from kvbench.config.files import FULL, FULL_STORE
 from kvbench.config.settings import as_dict, read_data, read_settings
-from kvbench.errors import unknown_name
+from kvbench.errors import FileContent, SettingsConflict, SettingValue, unknown_name
 from kvbench.kernels.dispatch import DECODES
 from kvbench.results.record import CHUNK_LABEL
 from kvbench.results.shards import Shard
@@ -104,9 +104,10 @@ class RunConfig:
             for check in checks:
                 check(self.tracker)
         if self.shard and not self.resume:
-            raise ValueError(
+            raise SettingsConflict(
                 f"shard={self.shard} with resume=false would throw away what the other shards finished; give the "
-                "command once without shard=, or remove the run's folder"
+                "command once without shard=, or remove the run's folder",
+                setting="shard",
             )
         if self.prefill.chunk is not None:  # what is no device or no number of processes is refused by its loader
             devices, processes = self.model.get("device"), self.model.get("tensor_parallel")
@@ -170,9 +171,10 @@ def read_stored(folder: Path) -> dict[str, Any]:
         if item.default_factory is not MISSING:  # the groups
             held = settings.setdefault(item.name, {})
             if not isinstance(held, dict) or (item.name in NEEDED and not held):
-                raise ValueError(
+                raise FileContent(
                     f"{path}: {item.name}={shown(held)} is no group of settings; restore the file, or run the "
-                    "experiment again"
+                    "experiment again",
+                    setting=item.name,
                 )
     return settings
 
@@ -203,8 +205,9 @@ def read_bytes(key: str, value: object) -> int:
     ):
         num_bytes = -1
     if not 0 <= num_bytes <= MAX_BYTES:
-        raise ValueError(
+        raise SettingValue(
             f"{key}={shown(value)} is no number of bytes; write a whole number up to {MAX_BYTES}, or text such as "
-            "512MiB or 8GiB"
+            "512MiB or 8GiB",
+            setting=key,
         )
     return int(num_bytes)

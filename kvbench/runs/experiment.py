@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvbench.config import code
-from kvbench.errors import no_sys_exit
+from kvbench.errors import FileContent, no_sys_exit
 from kvbench.kernels.dispatch import TRITON
 from kvbench.results import identity, provenance
 from kvbench.results.record import CHUNK_LABEL
@@ -127,11 +127,15 @@ def load_task(
         task = parts.load_task(config.task, model, limit=limit, seed=config.seed, protocol=config.protocol)
     if not task.requests:
         broken = f"; {len(task.quarantined)} rows could not be read" if task.quarantined else ""
-        raise ValueError(f"task {task.name} has no samples{broken}; check its subsets, its length and its data")
+        raise FileContent(
+            f"task {task.name} has no samples{broken}; check its subsets, its length and its data", setting="task"
+        )
     seen: set[str] = set()
     for request in task.requests:
         if request.sample_id in seen:
-            raise ValueError(f"task {task.name} has two samples with the id {request.sample_id}; ids must be unique")
+            raise FileContent(
+                f"task {task.name} has two samples with the id {request.sample_id}; ids must be unique", setting="task"
+            )
         seen.add(request.sample_id)
     chunk = config.prefill.chunk
     return task if chunk is None else dataclasses.replace(task, protocol={**task.protocol, CHUNK_LABEL: chunk})

@@ -15,7 +15,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from kvbench.config.settings import as_dict, read_settings
-from kvbench.errors import UnsupportedModel
+from kvbench.errors import NameUnknown, SettingUnknown, SettingValue, UnsupportedModel
 from kvbench.rules import modes, shown
 from kvbench.runs import calibration
 from kvbench.show.progress import note, steps_shown
@@ -43,10 +43,13 @@ def make_policy(group: Mapping[str, Any]) -> "Policy":
     target = settings.pop("_target_", None)
     for name, value in settings.items():
         if name.startswith("_"):
-            raise ValueError(f"method.{name} begins with an underscore, which no setting does; leave it out")
+            raise SettingUnknown(
+                f"method.{name} begins with an underscore, which no setting does; leave it out",
+                setting=f"method.{name}",
+            )
         if not calibration.is_plain(value):
             why = "is no plain value; give a number, text, true, false, null or a list"
-            raise ValueError(f"method.{name}={shown(value)} {why}")
+            raise SettingValue(f"method.{name}={shown(value)} {why}", setting=f"method.{name}")
     cls = policy_class(target)
     with modes.kept(f"method._target_={target}"):
         return read_settings(cls, settings, "method.")
@@ -59,15 +62,15 @@ def policy_class(target: object) -> "type[Policy]":
     wrong = f"method._target_={target} is no policy class"
     parts = target.split(".") if isinstance(target, str) else []
     if len(parts) < 2 or not all(part.isidentifier() and not part.startswith("__") for part in parts):
-        raise ValueError(f"{wrong}: write MODULE.CLASS")
+        raise SettingValue(f"{wrong}: write MODULE.CLASS", setting="method._target_")
     module = ".".join(parts[:-1])
     try:
         with modes.kept(f"method._target_={target}", once=module):
             cls = getattr(import_module(module), parts[-1])
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"{wrong}: {error}") from error
+        raise NameUnknown(f"{wrong}: {error}", setting="method._target_") from error
     if not isinstance(cls, type) or not issubclass(cls, Policy) or not is_dataclass(cls):
-        raise ValueError(f"{wrong}: it must be a dataclass derived from Policy")
+        raise SettingValue(f"{wrong}: it must be a dataclass derived from Policy", setting="method._target_")
     return cls
 
 

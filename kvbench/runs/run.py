@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from kvbench.config import extensions
 from kvbench.config.files import FULL
-from kvbench.errors import no_sys_exit
+from kvbench.errors import FileMissing, SettingsConflict, SettingValue, no_sys_exit
 from kvbench.results import shards, summary
 from kvbench.results.journal import Journal, run_lock
 from kvbench.results.record import Counts, RunRecord, now
@@ -151,7 +151,9 @@ def _opened(experiment: Experiment, stack: ExitStack, say: Callable[[str], None]
     record = RunRecord.load(folder) or RunRecord()
     # Before the journals are opened: that repairs them.
     if record.hash and record.hash != experiment.hash:
-        raise ValueError(f"{folder} holds another run whose hash begins alike; use another results_dir")
+        raise SettingValue(
+            f"{folder} holds another run whose hash begins alike; use another results_dir", setting="results_dir"
+        )
     shards.check_parts(folder, experiment.hash)
     keys = frozenset(experiment.keys)
     journal = stack.enter_context(closing(Journal(folder / "samples.jsonl", run=experiment.hash, keys=keys, warn=say)))
@@ -340,17 +342,19 @@ def plan(
     """Prepare a run, and print which rows of its data were set aside."""
     config = RunConfig.read(cfg)
     if config.forces_full_answer and method != FULL and config.reference != AUTO:
-        raise ValueError(
+        raise SettingsConflict(
             f"fidelity.on={FULL_ANSWER} forces the full cache's answers, and reference={config.reference} makes none: "
-            "set reference=auto, or fidelity.max_tokens=0"
+            "set reference=auto, or fidelity.max_tokens=0",
+            setting="reference",
         )
     experiment = prepare(config, method, parts)
     asks_nothing = any(not (one.max_new_tokens or one.choices) for one in experiment.task.requests)
     if asks_nothing and (config.forces_full_answer or config.fidelity.max_tokens == 0):
         forced = f"fidelity.on={FULL_ANSWER}" if config.forces_full_answer else "fidelity.max_tokens=0"
-        raise ValueError(
+        raise SettingsConflict(
             f"task={experiment.task.name} asks for no answer, and {forced} leaves nothing to force either; set "
-            "fidelity.on=gold fidelity.max_tokens=null"
+            "fidelity.on=gold fidelity.max_tokens=null",
+            setting="fidelity.on",
         )
     parts.try_out(experiment, say)
     for what, rows in (("set aside", experiment.task.quarantined), ("counted again", experiment.task.copies)):
@@ -380,14 +384,16 @@ def conclude(wanted: Wanted, done: Run) -> Run:
 def answers_to_force(config: RunConfig, full: Run | None) -> list[SampleRecord]:
     """The answers of the full cache, unless it has not run, has failed, or has shards to come."""
     if full is not None and not full.ended:
-        raise ValueError(
+        raise SettingsConflict(
             f"shard={config.shard}: fidelity.on={FULL_ANSWER} forces the full cache's answers, and only "
             f"{len(full.samples)} of {full.record.counts.total} are there; "
-            "give this command again when every shard of full has ended"
+            "give this command again when every shard of full has ended",
+            setting="shard",
         )
     if full is None or full.record.status != "complete":
-        raise ValueError(
+        raise FileMissing(
             f"fidelity.on={FULL_ANSWER} forces the full cache's answers, and there are none: see why the run "
-            "of full failed"
+            "of full failed",
+            setting="fidelity.on",
         )
     return full.samples

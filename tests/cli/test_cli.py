@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -90,7 +91,7 @@ def test_sweep_goes_on_after_a_bad_job(fakes, capsys):
     error = capsys.readouterr().err
     assert "job 2 of 3: snapkv ratio=1.5" in error
     assert "3 jobs: 2 done, 1 failed; log: " in error and "job 2 (snapkv ratio=1.5) failed: method.ratio=1.5" in error
-    assert "error: method.ratio=1.5 is outside (0, 1]" in error
+    assert "error[setting-value]: method.ratio=1.5 is outside (0, 1]" in error
     assert "Traceback" not in error
 
 
@@ -127,7 +128,7 @@ def test_user_errors(fakes, capsys, arguments, message):
     assert cli.main(arguments) == 2
     captured = capsys.readouterr()
     assert message in captured.err
-    assert captured.err.startswith("error: ") or captured.err.startswith("job 1 ")
+    assert re.match(r"error\[[a-z-]+\]: |job 1 ", captured.err)
     assert "Traceback" not in captured.err
     assert not runs(fakes)
 

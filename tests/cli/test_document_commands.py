@@ -7,6 +7,7 @@ import sys
 import pytest
 import roundtrip
 from places import DATA, ROOT
+from refusals import ERROR
 from test_docs import DOCUMENTS, commands_in
 
 from kvbench.cli.words import split_command
@@ -92,7 +93,7 @@ def test_commands_of_a_document_run(name, tmp_path, monkeypatch):
         if "--config-dir" in words or "lm_eval" in words:  # a folder of the reader's; lm-eval's own data
             continue
         code, said = roundtrip.give(*small(command, words, run))
-        refused = code in (1, 2) and ("error: " in said or NO_ANSWER in said)
+        refused = code in (1, 2) and (re.search(ERROR, said) or NO_ANSWER in said)
         is_absent = refused and any(text in said for text in (*ABSENT, *roundtrip.NOTHING))
         if (code and not is_absent) or "Traceback" in said or "fault of kvbench" in said:
             faults.append(f"{' '.join(small(command, words, run))}: exit {code}: {said[-500:]}")

@@ -2,6 +2,7 @@
 
 import os
 import pty
+import re
 import shutil
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import time
 import pytest
 from fake_parts import FakeTask
 from places import ROOT, TESTS
+from refusals import ERROR
 
 from kvbench.cli import endings
 from kvbench.cli import main as cli
@@ -170,7 +172,7 @@ def test_full_terminal_redirection():
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-uc", code], stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert done.stderr.startswith("error: cannot write a file or the output: the disk is full; free some space")
+    assert re.match(f"{ERROR}cannot write a file or the output: the disk is full; free some space", done.stderr)
 
 
 def test_handlers_are_given_back():

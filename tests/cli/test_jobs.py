@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from fake_parts import FakeEngine, FakePolicy, altered, make_parts
 from places import ROOT, TESTS
+from refusals import ERROR
 
 from kvbench.cli.main import main
 from kvbench.config import files
@@ -120,7 +121,7 @@ def test_missing_data_ends_a_sweep_before_it_begins(fakes, monkeypatch, capsys):
         for line in (["-m", "method=snapkv,kivi,diffkv", *words], ["method=kivi", *words]):
             assert main(line) == 2
             said = capsys.readouterr().err
-            assert said.count("error: ") == 1 and said.count(f"task={task} has no data for") == 1, said
+            assert len(re.findall(ERROR, said)) == 1 and said.count(f"task={task} has no data for") == 1, said
             for name in subsets.strip("[]").split(","):
                 assert name in said.split("Looked in")[0]
     assert not loaded
@@ -139,7 +140,7 @@ def test_a_missing_model_ends_a_sweep_before_it_begins(tmp_path, capsys, words, 
     line = ["-m", "method=snapkv,kivi,diffkv", "task=longctx", *words, f"results_dir={tmp_path}"]
     assert main(line) == 2
     errors = capsys.readouterr().err
-    assert errors.count(said) == 1 and errors.count("error: ") == 1 and "loading model" not in errors, errors
+    assert errors.count(said) == 1 and len(re.findall(ERROR, errors)) == 1 and "loading model" not in errors, errors
     assert not list(tmp_path.rglob("*.json"))
 
 
@@ -266,7 +267,7 @@ def test_what_ends_the_reference_is_told_once(fakes, monkeypatch, capsys):
     monkeypatch.setattr(FakeEngine, "answer", answer)
     assert main(["-m", "method=full,snapkv,kivi", "limit=2"]) == 1
     err = capsys.readouterr().err
-    assert err.count("error: ") == 1 and "error: cannot write it: the disk is full\n" in err
+    assert re.findall(f"{ERROR}(.*)\n", err) == ["cannot write it: the disk is full"]
     assert err.count("failed with the full cache's run, which it is compared with\n") == 2
     assert "jobs 1 (full), 2 (snapkv), 3 (kivi) failed: cannot write it: the disk is full" in err
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from hostile import families, folders, inputs, models, own_code, rows, runs
 from hostile.case import Case
 from hostile.child import SECRET, carry_out, command, new_place
+from refusals import ERROR
 
 FAMILIES: dict[Callable[[random.Random, Path, Path], Case], int] = {  # and how many cases of each, more or less
     **dict.fromkeys((runs.record, runs.lines, runs.config, own_code.method, inputs.settings), 14),
@@ -38,8 +39,8 @@ FAMILIES: dict[Callable[[random.Random, Path, Path], Case], int] = {  # and how 
 }
 # Words with which a reader says that not everything is as it should be.
 NOTED = re.compile(
-    r"left out|do not count|incomplete|was complete|answers that the run had|not sealed|error: |FAILED|dropped|"
-    r"nothing to|unreadable|NOT what was asked|another hash|was .*, is |are the same, times apart|"
+    r"left out|do not count|incomplete|was complete|answers that the run had|not sealed|FAILED|dropped|"
+    rf"{ERROR}|nothing to|unreadable|NOT what was asked|another hash|was .*, is |are the same, times apart|"
     r"\d+/\d+ samples|cannot be|no finished sample|unknown number|\d (?:failed|stopped|running|lost|unfinished)"
 )
 TRACES = ("Traceback (most", "fault of kvbench", "Error in sys.", "Exception ignored")
@@ -147,12 +148,16 @@ def shown(words: list[str]) -> str:
 
 def manners(words: str, code: str, text: str, guest: bool) -> Iterator[str]:
     """What is wrong with how a command ended and what it said."""
-    traces = TRACES[1:] if guest and re.search("error: .+ raised ", text) else TRACES
+    traces = TRACES[1:] if guest and re.search(f"{ERROR}.+ raised ", text) else TRACES
     if any(word in text for word in traces):
         yield f"{words}: a traceback: {text[-2000:]}"
     elif code == "130" and "stopped by SIGINT" in text:  # a method that raises KeyboardInterrupt is Ctrl-C to everybody
         return
-    elif code not in ("0", "1", "2") or (code == "2" and "error: " not in text) or (code == "1" and not text.strip()):
+    elif (
+        code not in ("0", "1", "2")
+        or (code == "2" and not re.search(ERROR, text))
+        or (code == "1" and not text.strip())
+    ):
         yield f"{words}: exit {code} without a word: {text[-500:]}"
     if SECRET in text:
         yield f"{words}: a variable of the environment is shown"

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import shutil
 import sys
 import time
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from refusals import ERROR
 from selection import FULL
 
 from kvbench.cli.commands import compose_command
@@ -152,7 +154,7 @@ def test_refused_calls_end_with_one_message(tmp_path, server, whole):
         at = rng.randint(1, calls)
         answer = sweep(server, cut, at=at, kind=kind)
         where = f"{kind} at call {at} of {calls}: {answer['said']}"
-        errors = [line for line in answer["said"].splitlines() if line.startswith("error: ")]
+        errors = [line for line in answer["said"].splitlines() if re.match(ERROR, line)]
         assert "Traceback" not in answer["said"], where
         if answer["ended"] != 0:
             assert kind != "short" and answer["ended"] in (1, 2) and len(errors) == 1, where
