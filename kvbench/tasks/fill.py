@@ -2,14 +2,10 @@
 
 from collections.abc import Callable
 
-from kvbench.errors import KvbenchError, SettingValue
+from kvbench.errors import SettingValue
 
 # A prompt this close to the wanted length is accepted without another round of counting.
 LENGTH_SLACK_TOKENS = 4
-
-
-class NoRoom(KvbenchError, code="no-room"):
-    """A prompt, its answer and what else a conversation has do not fit the tokens that the model holds."""
 
 
 class TooShort(SettingValue):

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvbench.engine.answer import END_OF_THOUGHT, THINK
 from kvbench.engine.requests import Request, Thoughts, Turn
-from kvbench.errors import SettingValue, Unsupported
+from kvbench.errors import PromptLength, SettingValue, Unsupported
 from kvbench.tasks.chat import between, check_template, render_chat, require_template, system_messages, thinking_label
-from kvbench.tasks.fill import NoRoom
 from kvbench.tasks.protocol import Protocol
 
 if TYPE_CHECKING:
@@ -137,7 +136,7 @@ class PromptBuilder:
         self._closing = common_prefix(*(ids[::-1] for ids in both))[::-1]
         self._available = available = self.room_tokens - overhead - RETOKENISE_SLACK_TOKENS
         if available < 2:
-            raise NoRoom(
+            raise PromptLength(
                 f"model {model.name} holds {model.max_tokens} tokens, which leaves none for a prompt beside an answer "
                 f"of {self.answer_tokens}; lower protocol.max_new_tokens or choose a model with a longer context",
                 setting="protocol.max_new_tokens",
@@ -192,7 +191,7 @@ class PromptBuilder:
         room, whole = self.room_tokens - later, (context, question)
         limit = min(self.max_prompt_tokens, self._available - later) if later else self.max_prompt_tokens
         if limit < 2:
-            raise NoRoom(
+            raise PromptLength(
                 f"{sample_id}: the turns of the conversation and their answers take up to {later} tokens of the "
                 f"{self.model.max_tokens} of model {self.model.name}, and leave none for a prompt; shorten them, or "
                 "lower protocol.max_new_tokens"
@@ -233,12 +232,12 @@ class PromptBuilder:
             meta=meta or {},
         )
 
-    def _no_room(self, sample_id: str, prefix: str, room: int) -> NoRoom:
+    def _no_room(self, sample_id: str, prefix: str, room: int) -> PromptLength:
         """The error of a prompt that is too long even without its text: names what takes the room."""
         around, begun = self.count("a", prefix) - 1, len(self._plain(prefix)) if prefix else 0
         parts = [f"task.answer_prefix {begun}"] if begun else []
         parts += [f"the chat template, protocol.system and the tokenizer's special tokens {max(around - begun, 0)}"]
-        return NoRoom(
+        return PromptLength(
             f"{sample_id}: around its text, the prompt has {around} tokens ({', '.join(parts)}), and model "
             f"{self.model.name} has room for {room}: it holds {self.model.max_tokens}, and what follows takes "
             f"{self.model.max_tokens - room}; shorten what is long, lower protocol.max_new_tokens or choose a model "

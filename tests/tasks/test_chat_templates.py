@@ -63,7 +63,7 @@ def test_the_clock_changes_no_prompt(with_template, monkeypatch) -> None:
 @pytest.mark.parametrize("date", ["26 Jul 2024", "20240726", "2024-7-26", "2024-02-30", "today", "", None, 5, True])
 def test_a_date_is_a_day(date) -> None:
     """Anything but YYYY-MM-DD is refused with an example."""
-    with pytest.raises(ValueError, match=r"protocol.date=.* must be a day, written as YYYY-MM-DD"):
+    with refused("setting-value", "protocol.date", f"protocol.date={date!r}", "YYYY-MM-DD"):
         Protocol.from_mapping({"date": date})
 
 
@@ -148,7 +148,7 @@ def test_a_template_that_makes_no_prompt_is_refused(with_template, template, sho
 
 def test_half_a_character_is_no_text() -> None:
     """In a setting, as a byte that is no UTF-8 on the command line becomes one, and in a row of any file; a pair is."""
-    with pytest.raises(ValueError, match=r"protocol.system='.udcff' holds half of a character pair, which is no UTF-8"):
+    with refused("setting-value", "protocol.system", "udcff'", "UTF-8"):
         Protocol.from_mapping({"system": os.fsdecode(b"\xff")})
     assert Protocol.from_mapping({"system": "\U0001f600"}).system
     lines = [b'{"text": ["\\ud83d\\ude00"]}', b'{"text": ["\\ud83d"]}']

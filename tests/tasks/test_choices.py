@@ -95,7 +95,7 @@ def test_no_question_token_before_compression(make_model, tokenizer) -> None:
 @pytest.mark.parametrize("texts", [[""], [" A", ""], ["word " * 60]])
 def test_what_cannot_be_scored_is_refused(make_model, texts) -> None:
     """Nothing to score, or no room for a prompt."""
-    with refused("no-room", None, "x/0"):
+    with refused("prompt-length", None, "x/0"):
         choice_request(make_model(max_tokens=32), **KEYS, context="a b c", continuations=texts)
 
 

@@ -122,20 +122,20 @@ def test_agnostic_prompts_hold_no_question_token_before_compression(folder) -> N
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "error"),
     [
-        ({"name": None}, "task.name=hellaswag, for example"),
-        ({"name": "demo_pik"}, "no task, group or tag of that name. Near: demo_pick"),
-        ({"num_fewshot": -1}, "num_fewshot=-1 must be a whole number"),
-        ({"metric": "f1"}, "task.metric=f1"),
-        ({"include_path": "/nowhere"}, "include_path=/nowhere is not a folder"),
-        ({"shots": 1}, "shots"),
-        ({"data_dir": "/nowhere"}, "data_dir=/nowhere is not a folder"),
+        ({"name": None}, ("setting-missing", "task.name", "task.name=hellaswag")),
+        ({"name": "demo_pik"}, ("name-unknown", "task.name", "task.name=demo_pik", "demo_pick,")),
+        ({"num_fewshot": -1}, ("setting-value", "task.num_fewshot", "num_fewshot=-1")),
+        ({"metric": "f1"}, ("name-unknown", "task.metric", "task.metric=f1")),
+        ({"include_path": "/nowhere"}, ("file-missing", "task.include_path", "include_path=/nowhere")),
+        ({"shots": 1}, ("name-unknown", None, "key=shots")),
+        ({"data_dir": "/nowhere"}, ("file-missing", "task.data_dir", "data_dir=/nowhere")),
     ],
 )
-def test_wrong_settings_say_what_is_right(folder, settings, message) -> None:
+def test_wrong_settings_say_what_is_right(folder, settings, error) -> None:
     """Each names the value and the remedy."""
-    with pytest.raises(ValueError, match=message):
+    with refused(*error):
         task_of(folder, lm_of(), settings.pop("name", "demo_pick"), **settings)
 
 

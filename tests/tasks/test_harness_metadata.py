@@ -108,5 +108,5 @@ def test_what_is_missing_is_answered_with_what_gets_it(load, lines, code, settin
 @pytest.mark.parametrize("metadata", [{"count": None}, {"count": {"a": 1}}, 3])
 def test_wrong_metadata_is_named(load, metadata):
     """Before anything is made."""
-    with pytest.raises(ValueError, match="task.metadata=.* must be names with values"):
+    with refused("setting-value", "task.metadata", "task.metadata="):
         load(metadata=metadata)

@@ -197,23 +197,23 @@ def test_settings_reach_the_task(model) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "error"),
     [
-        ({"kinds": ["multikee"]}, "Did you mean multikey"),
-        ({"kinds": "passkey2"}, "Did you mean passkey"),
-        ({"length": 100}, "tokens from 256 to"),
-        ({"length": 5000}, "does not fit model stand-in, which holds 4096"),
-        ({"length": 4090}, "a prompt can take"),
-        ({"items": 0}, "prompts from 1 to"),
-        ({"items": 2.5}, "prompts from 1 to"),
-        ({"lenght": 100}, "Did you mean length"),
-        ({"name": "longctxx"}, "Did you mean longctx"),
-        ({"limit": 0}, "limit=0"),
+        ({"kinds": ["multikee"]}, ("setting-value", "task.kinds", "['multikee']", "mean multikey")),
+        ({"kinds": "passkey2"}, ("setting-value", "task.kinds", "'passkey2'", "mean passkey")),
+        ({"length": 100}, ("setting-value", "task.length", "task.length=100", "256")),
+        ({"length": 5000}, ("setting-value", "task.length", "task.length=5000", "stand-in", "4096")),
+        ({"length": 4090}, ("setting-value", "task.length", "task.length=4090", "4068")),
+        ({"items": 0}, ("setting-value", "task.items", "1 to 1048576")),
+        ({"items": 2.5}, ("setting-value", "task.items", "1 to 1048576")),
+        ({"lenght": 100}, ("name-unknown", None, "key=lenght", "mean length")),
+        ({"name": "longctxx"}, ("name-unknown", "task.name", "task.name=longctxx", "mean longctx")),
+        ({"limit": 0}, ("setting-value", "limit", "limit=0")),
     ],
 )
-def test_bad_settings(model, settings: dict, message: str) -> None:
+def test_bad_settings(model, settings: dict, error: tuple) -> None:
     """Each is refused with the value, the rule and what exists."""
-    with pytest.raises(ValueError, match=message):
+    with refused(*error):
         load(model, **settings)
 
 

@@ -48,17 +48,17 @@ def test_all_of_a_text(model, tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "protocol", "message"),
+    ("settings", "protocol", "error"),
     [
-        ({"chunk_tokens": 5000}, {}, "task.chunk_tokens=5000 does not fit model stand-in, which holds"),
-        ({"chunk_tokens": 3}, {}, "task.chunk_tokens=3 must be a whole number of tokens from 4"),
-        ({}, {"temperature": 0.5}, "task=perplexity answers nothing"),
-        ({}, {"query_aware": False}, "task=perplexity asks none"),
+        ({"chunk_tokens": 5000}, {}, ("setting-value", "task.chunk_tokens", "task.chunk_tokens=5000")),
+        ({"chunk_tokens": 3}, {}, ("setting-value", "task.chunk_tokens", "task.chunk_tokens=3")),
+        ({}, {"temperature": 0.5}, ("settings-conflict", None, "task=perplexity")),
+        ({}, {"query_aware": False}, ("settings-conflict", "protocol.query_aware", "task=perplexity")),
     ],
 )
-def test_what_cannot_be_asked(model, settings, protocol, message) -> None:
+def test_what_cannot_be_asked(model, settings, protocol, error) -> None:
     """Each is refused with its remedy."""
-    with pytest.raises(ValueError, match=message):
+    with refused(*error):
         load(model, protocol=protocol, **settings)
 
 
