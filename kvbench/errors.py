@@ -143,16 +143,21 @@ def check_keys(keys: Iterable[object], known: Iterable[str], *, what: str | None
         if key not in names:
             all_names = [f"{prefix}{name}" for name in names]
             full_name = f"{prefix}{key}"
-            raise unknown_name(what, full_name, all_names) if what else unknown_setting(full_name, all_names)
+            raise (
+                unknown_name(what, full_name, all_names, setting=full_name)
+                if what
+                else unknown_setting(full_name, all_names)
+            )
 
 
-def unknown_name(what: str, value: object, known: Iterable[str]) -> KvbenchError:
+def unknown_name(what: str, value: object, known: Iterable[str], *, setting: str | None = None) -> KvbenchError:
     """Build the error for a name that does not exist: what does exist, and the nearest to what was asked.
 
     Args:
         what: The setting that held the name, for example `model.preset`.
+        setting: The setting, where `what` is a sentence's part.
     """
-    return NameUnknown(f"{what}={value} does not exist.{_near(value, known)}", setting=what)
+    return NameUnknown(f"{what}={value} does not exist.{_near(value, known)}", setting=setting or what)
 
 
 def check_name(what: str, value: object, known: Iterable[str]) -> str:

@@ -56,14 +56,16 @@ class DuoAttention(kv.Policy):
             raise kv.NotForModel(
                 "method.table=null: duo_attention needs the gates of this model; give a file of "
                 f"{num_layers} lines (layers) with {num_kv_heads} numbers (KV heads) as method.table=PATH; "
-                "`kvbench calibrate what=gates` measures them"
+                "`kvbench calibrate what=gates` measures them",
+                setting="method.table",
             )
         shape = tuple(self._streams.shape)
         if shape != (num_layers, num_kv_heads):
             raise kv.NotForModel(
                 f"method.table has {shape[0]} layers x {shape[1]} heads, but the model has {num_layers} layers x "
                 f"{num_kv_heads} KV heads; gates belong to one model, give those of this one "
-                "(`kvbench calibrate what=gates` measures them)"
+                "(`kvbench calibrate what=gates` measures them)",
+                setting="method.table",
             )
 
     def plan_prefill(self, view: kv.PrefillView) -> kv.PrefillPlan:

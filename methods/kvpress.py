@@ -40,7 +40,9 @@ def scorer(press: str, settings: tuple[str, ...]) -> Any:
     try:
         import kvpress as package  # by its own name, so that its version counts in a run's identity
     except ImportError as error:
-        raise NotForModel(f"method=kvpress needs the package kvpress ({error}); install it with: {INSTALL}") from None
+        raise NotForModel(
+            f"method=kvpress needs the package kvpress ({error}); install it with: {INSTALL}", setting="method"
+        ) from None
     scorers = {
         name: kind
         for name, kind in vars(package).items()

@@ -60,7 +60,8 @@ class KVQuant(kv.Policy):
             raise kv.NotForModel(
                 f"method.books has {layers} layers, but the model has {num_layers} layers x {num_kv_heads} KV heads; "
                 "kvquant needs the books of this model, which `kvbench calibrate what=books` measures: give them as "
-                "method.books=PATH"
+                "method.books=PATH",
+                setting="method.books",
             )
 
     def plan_prefill(self, view: kv.PrefillView) -> kv.PrefillPlan:

@@ -80,5 +80,6 @@ class TriAttention(kv.Scored):
             raise kv.NotForModel(
                 f"method.centres has {layers} layers, but the model has {num_layers} layers x {num_kv_heads} KV heads; "
                 "triattention needs the table of this model, which `kvbench calibrate what=centres` measures: give it "
-                "as method.centres=PATH"
+                "as method.centres=PATH",
+                setting="method.centres",
             )

@@ -100,7 +100,8 @@ class Uniform(ByLayer):
                 raise NotForModel(
                     f"method.scales has {layers} layers x {numbers} numbers, but the model has {num_layers} layers, "
                     f"which take 2 numbers each, or {2 * num_kv_heads} for {num_kv_heads} KV heads; measure them with "
-                    "`kvbench calibrate what=scales`"
+                    "`kvbench calibrate what=scales`",
+                    setting="method.scales",
                 )
 
 

@@ -20,7 +20,7 @@ from kvbench.config.compose import compose, for_their_methods, words_of
 from kvbench.config.files import FULL
 from kvbench.config.one_file import is_method_file
 from kvbench.config.shorthand import every_setting
-from kvbench.errors import ArgumentValue, SettingsConflict
+from kvbench.errors import ArgumentValue, SettingsConflict, SettingValue
 from kvbench.policy import Policy
 from kvbench.results import provenance
 from kvbench.results.record import RunRecord
@@ -311,7 +311,8 @@ def sweep(method: str | Sequence[str] = "diffkv", **choices: Any) -> Results:
     tried = {"method": method} | choices
     fixed = {name: tried.pop(name) for name in ("settings", "config_dir") if name in tried}
     lists = [value if isinstance(value, list | tuple) else [value] for value in tried.values()]
-    if not all(lists):
-        raise ValueError(f"{next(key for key, entries in zip(tried, lists, strict=True) if not entries)}=[] is empty")
+    for key, entries in zip(tried, lists, strict=True):
+        if not entries:
+            raise SettingValue(f"{key}=[] is empty", setting=key)
     folder = fixed.pop("config_dir", None)
     return Results(results=_run([dict(zip(tried, each, strict=True)) | fixed for each in product(*lists)], folder))

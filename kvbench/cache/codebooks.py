@@ -33,7 +33,8 @@ class Codebooks:
         if len(books.scale[0]) != heads * shape.ranks.size * dim:
             raise NotForModel(
                 f"the books have {len(books.scale[0])} key channels per layer, but the model has "
-                f"{heads * shape.ranks.size} KV heads of {dim}; measure books of this model"
+                f"{heads * shape.ranks.size} KV heads of {dim}; measure books of this model",
+                setting="method.books",
             )
 
         def local(rows: Sequence[Sequence[float]]) -> Tensor:
@@ -173,12 +174,14 @@ class KeyBiases(Codebooks):
         if shape.key_biases is None:
             raise NotForModel(
                 "store.key_offset=bias: the key projections of this model have no bias, or keys are normalised behind "
-                "it; set store.key_offset=none or prompt"
+                "it; set store.key_offset=none or prompt",
+                setting="store.key_offset",
             )
         if shape.keys_only:
             raise NotForModel(
                 "store.key_offset=bias: of a model with latent attention keys and values are the same vectors, held "
-                "once; set store.key_offset=none"
+                "once; set store.key_offset=none",
+                setting="store.key_offset",
             )
         biases = torch.stack([*shape.key_biases[first_layer : first_layer + shape.num_layers]])
         self._biases = biases.unflatten(1, (shape.num_kv_heads, -1)).to(shape.device, formats[0].slot.dtype)

@@ -118,12 +118,14 @@ def key_offsets(
         what = "caps its logits" if shape.softmax.cap else "has attention sinks, whose logits belong to no key"
         raise NotForModel(
             f"{setting} shifts all logits of a query alike, but this model {what}, so that its attention would change; "
-            "set store.key_offset=none"
+            "set store.key_offset=none",
+            setting="store.key_offset",
         )
     if shape.keys_only:
         raise NotForModel(
             f"{setting}: of a model with latent attention keys and values are the same vectors, held once, and values "
-            "cannot be shifted; set store.key_offset=none"
+            "cannot be shifted; set store.key_offset=none",
+            setting="store.key_offset",
         )
     if offset == "prompt":
         return KeyOffsets(rows, shape, dtype)
@@ -136,7 +138,8 @@ def _part_table(table: Table, whole: ModelShape, shape: ModelShape, first_layer:
     if (len(table), len(table[0])) != (layers, heads * dim):
         raise NotForModel(
             f"store.key_offset has {len(table)} layers x {len(table[0])} numbers, but the method acts on {layers} "
-            f"layers of {heads} KV heads x {dim} channels; measure a table of this model"
+            f"layers of {heads} KV heads x {dim} channels; measure a table of this model",
+            setting="store.key_offset",
         )
     rows = table[first_layer : first_layer + shape.num_layers]
     vectors, first_head = torch.tensor([list(row) for row in rows]), whole.ranks.index * shape.num_kv_heads

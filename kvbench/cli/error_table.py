@@ -39,8 +39,9 @@ def coded() -> Iterator[Coded]:
 
 
 def _coded_in(path: Path, module: str) -> Iterator[Coded]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        for keyword in node.keywords if isinstance(node, ast.ClassDef) else ():
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    for node in (node for node in nodes if isinstance(node, ast.ClassDef)):
+        for keyword in node.keywords:
             if keyword.arg == "code" and isinstance(keyword.value, ast.Constant):
                 meaning = (ast.get_docstring(node) or "").partition("\n\n")[0]
                 yield Coded(str(keyword.value.value), module, " ".join(meaning.split()))

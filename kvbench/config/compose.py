@@ -138,7 +138,8 @@ def explain(error: Exception, arguments: Sequence[str]) -> ValueError:
         return unknown_name(lost[1], lost[2], files.options(lost[1]))
     if several := re.search(r"Ambiguous value for argument '(.+?)'\s", str(error)):
         return SettingValue(
-            f"{several[1]} has several values, and this takes one; give one, or a list as key=[a,b]", setting=several[1]
+            f"{several[1]} has several values, and this takes one; give one, or a list as key=[a,b]",
+            setting=several[1].partition("=")[0],
         )
     if twice := re.search(r"Multiple values for (\w+)", str(error)):
         return SettingValue(

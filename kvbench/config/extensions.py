@@ -79,7 +79,7 @@ def read_manifest(folder: Path, name: str, package: str) -> Extension:
         raise FileContent(f"extension {name}: {path} cannot be read: {error}") from error
     for key in content:
         if key not in KEYS:
-            raise unknown_name(f"key of {path}", key, KEYS)
+            raise unknown_name(f"key of {path}", key, KEYS, setting=key)
     if not isinstance(content.get("summary"), str):
         raise FileContent(f"extension {name}: {path} has no summary; give one sentence")
     content["uses"] = tuple(content.get("uses", ()))

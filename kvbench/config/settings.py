@@ -76,7 +76,7 @@ def read_data(path: Path, name: str = "") -> dict[str, Any]:
     `${...}` would read the environment.
 
     Args:
-        name: Name of the file in messages; its path by default.
+        name: Name of the file in messages, as `setting=path`; its path by default.
 
     Raises:
         ValueError: It cannot be read, is too long or too deep, or holds something else than keys with values.
@@ -85,7 +85,7 @@ def read_data(path: Path, name: str = "") -> dict[str, Any]:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    name = name or str(path)
+    setting, name = name.partition("=")[0] if "=" in name else None, name or str(path)
     try:
         text = read_regular(path, MAX_DATA_BYTES).decode()
         depth = 0
@@ -98,12 +98,12 @@ def read_data(path: Path, name: str = "") -> dict[str, Any]:
                 raise ValueError(f"its line {event.start_mark.line + 1} has {what}; write the value itself")
         data = OmegaConf.to_container(OmegaConf.create(text))
     except OSError as error:
-        raise FileMissing(f"{name} cannot be read: {error.strerror}") from error
+        raise FileMissing(f"{name} cannot be read: {error.strerror}", setting=setting) from error
     except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
         reason = " ".join(str(error).split())
-        raise FileContent(f"{name} cannot be read as YAML: {reason}") from error
+        raise FileContent(f"{name} cannot be read as YAML: {reason}", setting=setting) from error
     if not isinstance(data, dict):
-        raise FileContent(f"{name} holds a list and not keys with values")
+        raise FileContent(f"{name} holds a list and not keys with values", setting=setting)
     return {str(key): value for key, value in data.items()}
 
 

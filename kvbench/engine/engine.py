@@ -18,11 +18,12 @@ from kvbench.engine.requests import Outcome, Request
 from kvbench.engine.room import PromptRoom
 from kvbench.engine.rows import Sample
 from kvbench.engine.runner import Runner
+from kvbench.engine.supported import backend_of
 from kvbench.engine.tensor_parallel import make_runner
 from kvbench.errors import SettingsConflict, SettingValue, no_sys_exit
 from kvbench.kernels import memory
 from kvbench.kernels.bench import machine
-from kvbench.kernels.dispatch import TRITON, get_backend
+from kvbench.kernels.dispatch import TRITON
 from kvbench.kernels.graphs import Capture
 from kvbench.kernels.memory import first_line, is_out_of_memory
 from kvbench.models.load import LoadedModel
@@ -44,7 +45,7 @@ def grouped(
     depend on the rows that pass with it, so that these have to be the same every time. On a GPU, where few rows leave
     it idle, `auto` has no groups all the same, and the run is `FREE`. Rows that would have each other's rotary tables
     never pass together (`Runner.apart`)."""
-    if model.rows_are_alone and get_backend(backend, model.device).rows_are_alone:
+    if model.rows_are_alone and backend_of(backend, model.device).rows_are_alone:
         return batch_size, None
     if batch_size == AUTO and model.device.type != "cpu":
         return batch_size, None
@@ -58,7 +59,7 @@ class Engine:
     Args:
         batch_size: Requests whose answers are decoded together at most; `auto` = `AUTO_ROWS` (of a GPU
             `GPU_ROWS`), or what memory takes.
-        decode: Kernel for the attention of decode steps on a GPU, as of `get_backend`.
+        decode: Kernel for the attention of decode steps on a GPU, as of `backend_of`.
         group: Requests that are answered together before the next ones begin, so that neighbours are always the same;
             None = a request joins as soon as another one ends.
         seed: Base of every answer's own random numbers.

@@ -26,7 +26,8 @@ def spans_of(model: PreTrainedModel) -> tuple[DeviceSpan, ...]:
         if len(layer_devices) != 1:
             raise UnsupportedModel(
                 f"layer {index} lies on {' and '.join(sorted(map(str, layer_devices)))}, and its part of the cache on "
-                "one; give whole layers to each device (model.device=[cuda:0,cuda:1] does)"
+                "one; give whole layers to each device (model.device=[cuda:0,cuda:1] does)",
+                setting="model.device",
             )
         (device,) = layer_devices
         last = spans[-1] if spans else None
@@ -71,7 +72,8 @@ def check(model: PreTrainedModel, name: str) -> None:
     if (spread and OFFLOADED & set(devices)) or {device.partition(":")[0] for device in devices} == {"cpu", "cuda"}:
         raise UnsupportedModel(
             f"{name}: its weights lie on {' and '.join(devices)}, some of them outside of the devices that compute; "
-            "load it onto GPUs alone, without offload (model.device=cuda:0, or [cuda:0,cuda:1] for several)"
+            "load it onto GPUs alone, without offload (model.device=cuda:0, or [cuda:0,cuda:1] for several)",
+            setting="model.device",
         )
     if len(devices) > 1:
         spans_of(model)
@@ -80,7 +82,8 @@ def check(model: PreTrainedModel, name: str) -> None:
     if len(devices) > 1:
         raise UnsupportedModel(
             f"{name}: its weights are cut over processes and lie on {' and '.join(devices)} besides; choose "
-            "model.tensor_parallel or a list for model.device"
+            "model.tensor_parallel or a list for model.device",
+            setting="model.device",
         )
     config, size = model.config.get_text_config(), ranks_of(model).size
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads

@@ -19,11 +19,11 @@ from kvbench.engine.probe import Uncompressed, plan_passes
 from kvbench.engine.prompt_cache import PromptCache
 from kvbench.engine.sessions import Decode, Dense, Prefill, PromptChunk, Replay, Segment, Session
 from kvbench.engine.states import States
-from kvbench.engine.supported import check_fit, layer_kinds
+from kvbench.engine.supported import backend_of, check_fit, layer_kinds
 from kvbench.errors import Unsupported
 from kvbench.kernels import memory
 from kvbench.kernels.backend import Backend
-from kvbench.kernels.dispatch import TRITON, get_backend
+from kvbench.kernels.dispatch import TRITON
 from kvbench.models.load import LoadedModel
 from kvbench.models.rotary import Lengths, forget_lengths
 from kvbench.policy import Policy
@@ -62,7 +62,7 @@ class Runner:
         policy: The method.
         options: Memory layout.
         backend: `auto` or a backend's name.
-        decode: Kernel for the attention of decode steps on a GPU, as of `get_backend`.
+        decode: Kernel for the attention of decode steps on a GPU, as of `backend_of`.
         prompts: Shared by runners that read the same prompts of one model under other settings; None reads every one.
         chunk: Tokens of a prompt that are read at once; the method drops or quantises what it will before it reads on.
             None = all: the prompt is read with everything before it uncompressed.
@@ -100,7 +100,7 @@ class Runner:
         self.focus()
         self.shape = replace(shape, state_bytes=self.states.row_bytes)
         self.device = self.shape.device
-        self.backend: Backend = get_backend(backend, self.device, decode)
+        self.backend: Backend = backend_of(backend, self.device, decode)
         self.open_rows: list[int] = []
         self.probe_s = 0.0
         self._store: CompressedStore | None = None

@@ -17,8 +17,9 @@ from kvbench.cache.offsets import check_key_offset
 from kvbench.cache.store import CompressedStore
 from kvbench.engine import latent, placement
 from kvbench.engine.calls import OutputProjections, attention_modules
-from kvbench.errors import SettingsConflict, UnsupportedModel
-from kvbench.kernels.dispatch import get_backend
+from kvbench.errors import SettingsConflict, Unsupported, UnsupportedModel
+from kvbench.kernels.backend import Backend
+from kvbench.kernels.dispatch import TRITON, get_backend
 from kvbench.kernels.operands import Softmax, Window
 from kvbench.models import rotary
 from kvbench.models.load import LoadedModel
@@ -116,7 +117,8 @@ def check_supported(model: PreTrainedModel, num_devices: int = 1, processes: int
     if kinds.states and processes > 1:
         raise UnsupportedModel(
             f"{name}: some of its layers hold a state, which is not divided over processes; spread the layers instead "
-            "(model.device=[cuda:0,cuda:1])"
+            "(model.device=[cuda:0,cuda:1])",
+            setting="model.tensor_parallel",
         )
     if kinds.states and (caches := _native_caches(module)):
         raise UnsupportedModel(f"{name}: its layers with a state want a cache of their own ({caches}); {REMEDY}")
@@ -183,7 +185,8 @@ def check_fit(
     if chunk is not None and shape.shared:
         raise UnsupportedModel(
             f"prefill.chunk={chunk}: {model.model.config.model_type} has layers that share the keys of others, which "
-            "are compressed by the time that a chunk comes to these; set prefill.chunk=null"
+            "are compressed by the time that a chunk comes to these; set prefill.chunk=null",
+            setting="prefill.chunk",
         )
     policy.check_model(shape.num_layers, shape.num_kv_heads)
     small_store(policy, shape, options)  # it refuses what a large one would
@@ -246,6 +249,18 @@ def model_shape(model: PreTrainedModel, spans: Sequence[tuple[torch.device, int]
         ),
         shared=kinds.shared,
     )
+
+
+def backend_of(name: str, device: torch.device, decode: str = TRITON) -> Backend:
+    """Backend of a run, as `get_backend`, whose ValueErrors have no code, since kernels/ know no other room.
+
+    Raises:
+        Unsupported: There is none of that name, it has no such choice, or it cannot run here.
+    """
+    try:
+        return get_backend(name, device, decode)
+    except ValueError as error:
+        raise Unsupported(str(error), setting="backend") from error
 
 
 def heads_of(config: Any, layer: int) -> tuple[int, int, int]:

@@ -127,7 +127,8 @@ def ensure(source: Source, name: str) -> Path:
             raise MissingWeightsError(
                 f"model={name}: {source.file} ({_megabytes(source.size_bytes)}) is not in the cache ({path}) and "
                 f"could not be fetched ({error}). Once there is a network, give the command again: it goes on where it "
-                f"was. Without one, get {from_hub} on another machine and give model.path=FILE"
+                f"was. Without one, get {from_hub} on another machine and give model.path=FILE",
+                setting="model",
             ) from None
         os.replace(whole, path)
         durable.sync(path.parent)

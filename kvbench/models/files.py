@@ -52,7 +52,8 @@ def find_model_folder(path: str, revision: str | None = None) -> Path:
     if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", path):
         raise MissingWeightsError(
             f"model.path={path}: there is no such folder (looked for {folder.absolute()}), and it is no hub id "
-            "(org/name) either. Give a folder that holds config.json, the weights and the tokenizer, or a .gguf file."
+            "(org/name) either. Give a folder that holds config.json, the weights and the tokenizer, or a .gguf file.",
+            setting="model.path",
         )
     return _find_hub_snapshot(path, revision)
 

@@ -30,7 +30,8 @@ def check_gguf(path: Path) -> None:
     if not path.is_file():
         raise MissingWeightsError(
             f"model.path={path}: there is no such file (looked for {path.absolute()}). Give the path of an existing "
-            ".gguf file."
+            ".gguf file.",
+            setting="model.path",
         )
     with path.open("rb") as stream:
         magic = stream.read(4)

@@ -131,7 +131,8 @@ def load_model(cfg: Mapping[str, Any]) -> LoadedModel:
     loader, keys = _LOADERS[kind]
     for key in settings:
         if key not in _COMMON_KEYS | keys:
-            raise unknown_name(f"key model.{key} for model.kind", kind, _COMMON_KEYS | keys)
+            what = f"key model.{key} for model.kind"
+            raise unknown_name(what, kind, _COMMON_KEYS | keys, setting=f"model.{key}")
     devices = read_devices(settings.get("device", "auto"))
     processes = read_processes(settings.get("tensor_parallel"), str(kind), devices)
     dtype = _dtype(settings.get("dtype", "auto"), devices.first)
@@ -383,7 +384,8 @@ def _path(settings: dict) -> str:
     if not path:
         raise MissingWeightsError(
             f"model.path is not set. model.kind={settings['kind']} needs it: model.path=FOLDER, a hub id (org/name) or "
-            "a .gguf file."
+            "a .gguf file.",
+            setting="model.path",
         )
     return str(path)
 

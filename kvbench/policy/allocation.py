@@ -108,7 +108,8 @@ class Shares:
         if self.allocation == "table" and shape != (num_layers, num_kv_heads):
             raise NotForModel(
                 f"method.table has {shape[0]} layers x {shape[1]} heads, but the model has {num_layers} layers x "
-                f"{num_kv_heads} KV heads; give allocation=table the weights of this model as method.table=PATH"
+                f"{num_kv_heads} KV heads; give allocation=table the weights of this model as method.table=PATH",
+                setting="method.table",
             )
 
     def targets(

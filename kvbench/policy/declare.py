@@ -266,7 +266,8 @@ class TierTable:
         if len(rows) != num_layers:
             raise NotForModel(
                 f"method.tiers_by_layer has {len(rows)} layers, but the model has {num_layers}; give one precision for "
-                "each, or name the layers that differ, such as '0:fp16 -1:fp16'"
+                "each, or name the layers that differ, such as '0:fp16 -1:fp16'",
+                setting="method.tiers_by_layer",
             )
         chosen = _counted("tiers_by_layer", self.named, num_layers)
         chosen |= _counted("protect_layers", self.protected, num_layers)
@@ -275,7 +276,8 @@ class TierTable:
             if len(row) not in (1, num_kv_heads):
                 raise NotForModel(
                     f"method.tiers_by_layer has {len(row)} heads in layer {layer}, but the model has {num_kv_heads} KV "
-                    "heads; give one precision for each, or one for all"
+                    "heads; give one precision for each, or one for all",
+                    setting="method.tiers_by_layer",
                 )
         return tuple(row * num_kv_heads if len(row) == 1 else row for row in by_layer)
 
@@ -291,9 +293,12 @@ def _counted(setting: str, layers: Mapping[int, int], num_layers: int) -> dict[i
         if not -num_layers <= layer < num_layers:
             raise NotForModel(
                 f"method.{setting} names layer {layer}, but the model has layers 0 to {num_layers - 1}, of which -1 is "
-                "the last; name one of these"
+                "the last; name one of these",
+                setting=f"method.{setting}",
             )
         if layer % num_layers in tier_of:
-            raise NotForModel(f"method.{setting} names layer {layer % num_layers} twice; name it once")
+            raise NotForModel(
+                f"method.{setting} names layer {layer % num_layers} twice; name it once", setting=f"method.{setting}"
+            )
         tier_of[layer % num_layers] = tier
     return tier_of

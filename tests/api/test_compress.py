@@ -6,6 +6,7 @@ from itertools import takewhile
 import pytest
 import torch
 from engine_helpers import answers, random_tokens, request
+from refusals import refused
 from selection import in_turn
 from test_generate import METHODS, TEXTS
 from transformers import DynamicCache, GenerationConfig, MistralConfig, MistralForCausalLM, StaticCache
@@ -125,9 +126,9 @@ def test_a_loop_of_ones_own(tiny_model):
         seen = inputs["input_ids"].shape[1] + 2
         assert out.past_key_values.get_seq_length() == cache.get_seq_length() == seen
         assert out.past_key_values.bytes() == cache.bytes()
-        with pytest.raises(ValueError, match="holds 3 rows, not 2"):
+        with refused("argument-value", "past_key_values", "3", "2"):
             loaded.model(inputs["input_ids"][:2, :1], past_key_values=cache)
-        with pytest.raises(ValueError, match="pass logits_to_keep=1"):
+        with refused("argument-value", "logits_to_keep", "logits_to_keep=1"):
             loaded.model(inputs["input_ids"], past_key_values=cache)
     banned = set(loaded.eos_token_ids)
     if not banned & {int(token) for step in found for token in step}:  # generate bans them before min_new_tokens
@@ -139,7 +140,6 @@ def test_an_old_cache_is_refused(tiny_model):
     goes on is unharmed, and after a new `generate` without it."""
     loaded, prompt, other = tiny_model(), torch.tensor([random_tokens(20)]), torch.tensor([random_tokens(9)])
     model, step, more = loaded.model, torch.tensor([[7]]), torch.tensor([random_tokens(30)])
-    refused = pytest.raises(ValueError, match="past_key_values is the cache of prompt 1 ")
     with kvbench.compress(model, "full", tier="native") as cache:
         first = model(prompt, logits_to_keep=1)
         with pytest.raises(ValueError, match="copies"):
@@ -153,12 +153,12 @@ def test_an_old_cache_is_refused(tiny_model):
             lambda: old.bytes(),
             lambda: old.get_seq_length(),
         ):
-            with refused:
+            with refused("argument-value", "past_key_values", "prompt 1"):
                 ask()
         assert cache.bytes() == new.bytes() == held
         found = model(step, past_key_values=new).logits[:, -1]
         model.generate(other, max_new_tokens=2, do_sample=False)
-        with pytest.raises(ValueError, match="past_key_values is the cache of prompt 2 "):
+        with refused("argument-value", "past_key_values", "prompt 2"):
             model(step, past_key_values=new)
     whole = model(torch.cat([other, step], 1)).logits[:, -1]
     assert torch.allclose(found, whole, atol=1e-4)
@@ -185,8 +185,7 @@ def test_a_generate_within_another_ends_it(tiny_model):
 
     for where in ({"streamer": Between()}, {"logits_processor": [step]}):
         found.clear()
-        refused = pytest.raises(ValueError, match="past_key_values is the cache of prompt 1 ")
-        with kvbench.compress(model, "full", tier="native"), refused:
+        with kvbench.compress(model, "full", tier="native"), refused("argument-value", "past_key_values", "prompt 1"):
             model.generate(prompt[None], **asked, **where)
         assert torch.equal(found[0], want)
 
@@ -198,7 +197,7 @@ def test_a_cache_that_was_cleared_begins_nothing(tiny_model):
         out = loaded.model(torch.tensor([random_tokens(20)]), logits_to_keep=1)
         with pytest.raises(ValueError, match="leaves no room"):
             loaded.model(torch.zeros(1, 4096, dtype=torch.long), logits_to_keep=1)
-        with pytest.raises(ValueError, match="past_key_values"):
+        with refused("argument-value", "past_key_values"):
             loaded.model(torch.tensor([[7]]), past_key_values=out.past_key_values, logits_to_keep=1)
         assert cache.get_seq_length() == 0
 
@@ -220,23 +219,22 @@ def test_positions_are_those_of_the_text(tiny_model, width):
         return model(tokens[:, own], position_ids=positions[..., own], past_key_values=cache, **asked)
 
     wrong = [by_column.flip(1), torch.zeros_like(counted), counted + 1, by_column + 100, counted.flip(0)]
-    refused = pytest.raises(ValueError, match="position_ids")
     with kvbench.compress(model, "full") as cache:
         for positions in [*wrong, by_column[..., :3]]:
-            with refused:
+            with refused("argument-value", "position_ids"):
                 read(positions)
             assert cache.get_seq_length() == 0
         found = []
         for positions in (counted, by_column, by_column[0], counted.expand(3, 2, 12)):
             out = read(positions)
             for other in wrong:
-                with refused:
+                with refused("argument-value", "position_ids"):
                     read(other, out.past_key_values)
             found.append(read(positions, out.past_key_values).logits)
         assert all(torch.equal(found[0], each) for each in found)
-        with refused:
+        with refused("argument-value", "position_ids"):
             model.generate(tokens, position_ids=by_column + 3, max_new_tokens=2)
-        with pytest.raises(ValueError, match="attention_mask"):
+        with refused("argument-value", "attention_mask"):
             out = read(counted)
             model(tokens[:, -1:], attention_mask=mask.flip(1), past_key_values=out.past_key_values, logits_to_keep=1)
 
@@ -318,18 +316,10 @@ def test_turns_of_several_lengths(tiny_model):
 @pytest.mark.parametrize(
     ("change", "room", "words"),
     [
-        (
-            lambda tokens: tokens[:, -4:],
-            None,
-            r"\(1, 4\), but the cache that goes on has read \(1, 28\); give the whole",
-        ),
-        (
-            lambda tokens: tokens + (torch.arange(32) == 3),
-            None,
-            "differs from what the cache has read at column 3 of 28",
-        ),
-        (lambda tokens: tokens.repeat(2, 1), None, "give the whole conversation"),
-        (lambda tokens: tokens, 2 * NEW + 1, "12 more tokens do not fit into a cache that has room for 11"),
+        (lambda tokens: tokens[:, -4:], None, ("argument-value", "input_ids", "28")),
+        (lambda tokens: tokens + (torch.arange(32) == 3), None, ("argument-value", "input_ids", "28")),
+        (lambda tokens: tokens.repeat(2, 1), None, ("argument-value", "input_ids", "(2, 32)")),
+        (lambda tokens: tokens, 2 * NEW + 1, ("prompt-length", "room_tokens", "12", "11")),
     ],
 )
 def test_a_turn_that_does_not_fit_is_refused(tiny_model, change, room, words):
@@ -338,7 +328,7 @@ def test_a_turn_that_does_not_fit_is_refused(tiny_model, change, room, words):
     with kvbench.compress(loaded.model, "full", room_tokens=room) as cache:
         said = say(loaded, torch.tensor([random_tokens(20)]))
         held = cache.bytes()
-        with pytest.raises(ValueError, match=words):
+        with refused(*words):
             say(loaded, change(behind(said, (5, 6, 7))), said.past_key_values)
         assert cache.bytes() == held
 
@@ -347,7 +337,7 @@ def test_a_block_is_no_cache(tiny_model):
     """Whoever forgets `with` is told so."""
     with pytest.raises(AttributeError, match=r"bytes: .* write `with kvbench.compress\(model, ...\) as cache:`"):
         kvbench.compress(tiny_model().model, "full").bytes()
-    with pytest.raises(ValueError, match="room_tokens=0 must be"):
+    with refused("setting-value", "room_tokens", "room_tokens=0"):
         kvbench.compress(tiny_model().model, "full", room_tokens=0)
 
 
@@ -355,7 +345,7 @@ def test_a_compressed_model_does_not_draft(tiny_model):
     """A model in a block is refused as another one's assistant, and the other one answers without it."""
     model, drafts = tiny_model().model, tiny_model(seed=5).model
     tokens = torch.tensor([random_tokens(20)])
-    with kvbench.compress(drafts, "full"), pytest.raises(ValueError, match="drafts for another model"):
+    with kvbench.compress(drafts, "full"), refused("argument-value", "is_assistant", "is_assistant=True"):
         model.generate(tokens, max_new_tokens=4, assistant_model=drafts)
 
 
@@ -397,8 +387,8 @@ def test_what_a_compressed_cache_cannot_do_is_refused(tiny_model, settings, word
 @pytest.mark.parametrize("name", ["reorder_cache", "crop", "batch_repeat_interleave"])
 def test_a_cache_only_grows(tiny_model, name):
     """Whoever asks the cache itself to undo or reorder tokens is told that it cannot."""
-    refused = pytest.raises(ValueError, match="only grow at their end")
-    with kvbench.compress(tiny_model().model, "full") as cache, refused:
+    only_grows = pytest.raises(ValueError, match="only grow at their end")
+    with kvbench.compress(tiny_model().model, "full") as cache, only_grows:
         getattr(cache, name)(1)
 
 
@@ -440,7 +430,7 @@ def test_the_model_is_as_before_after_an_error(tiny_model):
         model.generate(**inputs, max_new_tokens=2)
         _ = 1 / 0
     assert is_own()
-    with pytest.raises(ValueError, match="does not exist"), kvbench.compress(model, "fool"):
+    with refused("name-unknown", "method", "method=fool"), kvbench.compress(model, "fool"):
         pass
     assert is_own()
     with pytest.raises(ValueError, match="already"), kvbench.compress(model, "full"), kvbench.compress(model, "full"):
@@ -449,7 +439,7 @@ def test_the_model_is_as_before_after_an_error(tiny_model):
     sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     sizes |= {"num_attention_heads": 1, "num_key_value_heads": 1, "sliding_window": 4, "bos_token_id": 1}
     forgets = MistralForCausalLM(MistralConfig(**sizes))  # its layers do so on their own: the store does not take it
-    with pytest.raises(ValueError, match="sliding_window=4"), kvbench.compress(forgets, "full"):
+    with refused("model-unsupported", None, "sliding_window=4"), kvbench.compress(forgets, "full"):
         pass
 
 

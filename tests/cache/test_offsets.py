@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from engine_helpers import answers, comparable, random_tokens, request
+from refusals import refused
 from selection import in_turn
 from store_helpers import filled, make_store, plain_attention, random_layer, rotated, step_at
 from test_rotation import POLICIES
@@ -212,16 +213,16 @@ def test_what_a_constant_would_change_is_refused(tiny_model):
         Quest(tier="int8"),
         Uniform(tier="fp8", scales=[[1.0, 1.0]]),
     ):
-        with pytest.raises(ValueError, match="store.key_offset=prompt"):
+        with refused("settings-conflict", "store.key_offset", "store.key_offset=prompt"):
             make_store(policy, inv_freq=inv_freq, key_offset="prompt")
-    with pytest.raises(ValueError, match="store.key_offset=prompt.*prefill.chunk=null"):
+    with refused("settings-conflict", "store.key_offset", "store.key_offset=prompt", "prefill.chunk=null"):
         answers(tiny_model("llama", "gqa3", 64), int4, [], prefill_chunk=33, key_offset="prompt")
     for table in ([[0.0] * 8] * 3, [[0.0] * 9] * 2, [[0.0] * 8]):
         with pytest.raises(NotForModel, match="store.key_offset"):
             make_store(int4, num_layers=2, key_offset=table)
-    with pytest.raises(ValueError, match="store.key_offset=somewhere"):
+    with refused("setting-value", "store.key_offset", "store.key_offset=somewhere"):
         make_store(int4, key_offset="somewhere")
-    with pytest.raises(ValueError, match="store.key_offset=5"):
+    with refused("setting-value", "store.key_offset", "store.key_offset=5"):
         make_store(int4, key_offset=5)
 
 
@@ -312,7 +313,7 @@ def test_a_bias_is_refused_where_there_is_none_to_take(tiny_model):
     with pytest.raises(NotForModel, match="store.key_offset=bias"):
         make_store(Uniform(tier="int4", pre_rope=True), inv_freq=inv_freq, key_offset="bias")
     for policy in (Uniform(tier="int4"), KVQuantStyle(group=8), StreamingLLM(budget=40), SnapKV(budget=40)):
-        with pytest.raises(ValueError, match="store.key_offset=bias"):
+        with refused("settings-conflict", "store.key_offset", "store.key_offset=bias"):
             make_store(policy, inv_freq=inv_freq, key_offset="bias")
     assert model_shape(biased(tiny_model).model).key_biases is not None
     assert model_shape(tiny_model("llama", "gqa3", 64).model).key_biases is None

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from refusals import refused
 from store_helpers import make_store, read_random, step_random
 
 from kvbench.cache import buffered
@@ -129,7 +130,7 @@ def test_on_a_gpu_the_pool_is_made_once_from_what_is_free(monkeypatch):
     assert fixed_store(0.5, 2**40, monkeypatch, budget_bytes=9 * PAGE).pages.pool.num_pages == 9
     monkeypatch.undo()
     assert memory.free_bytes("cpu") is None
-    with pytest.raises(ValueError, match=r"store.memory_share=0 must be a number in \(0, 1\]"):
+    with refused("setting-value", "store.memory_share", "store.memory_share=0"):
         StoreOptions(memory_share=0)
 
 
@@ -248,13 +249,13 @@ def test_a_ring_that_leaves_into_shared_pages_takes_pages_of_its_own(pages):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"page_bytes": 8}, "store.page_bytes=8 must be a multiple of 16 bytes from 16 to 16777216, or auto"),
-        ({"page_bytes": "big"}, "store.page_bytes='big' must be a multiple of 16 bytes"),
-        ({"budget_bytes": 0}, "store.budget_bytes=0 must be a whole number of bytes from 1 to .*, or null"),
-        ({"track": ("age",)}, r"store.track=\('age',\) must be a list of different values, each 'score' or 'pos'"),
+        ({"page_bytes": 8}, ("setting-value", "store.page_bytes", "store.page_bytes=8", "16")),
+        ({"page_bytes": "big"}, ("setting-value", "store.page_bytes", "store.page_bytes='big'", "16")),
+        ({"budget_bytes": 0}, ("setting-value", "store.budget_bytes", "store.budget_bytes=0")),
+        ({"track": ("age",)}, ("setting-value", "store.track", "store.track=('age'")),
     ],
 )
-def test_bad_options_are_refused(options: dict, message: str):
+def test_bad_options_are_refused(options: dict, message: tuple[str, ...]):
     """Every option names its value and its rule."""
-    with pytest.raises(ValueError, match=message):
+    with refused(*message):
         StoreOptions(**options)

@@ -3,6 +3,7 @@
 import sys
 
 import pytest
+from refusals import refused
 
 from kvbench.cli import words
 from kvbench.cli.main import main
@@ -91,20 +92,23 @@ def test_names_stand_for_files():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("x = 1", "and has none"),
-        (METHOD + METHOD.replace("FirstPart", "Second").replace("class Base", "class Other"), "several: FirstPart"),
-        ("def (", "line 1 is no Python"),
+        ("x = 1", ("file-content", "method", "NAME(Policy)")),
+        (
+            METHOD + METHOD.replace("FirstPart", "Second").replace("class Base", "class Other"),
+            ("file-content", "method", "FirstPart"),
+        ),
+        ("def (", ("file-content", "method", "line 1")),
     ],
 )
 def test_a_file_without_one_method_is_refused(tmp_path, text, said):
     """It says what a file has to hold."""
     path = tmp_path / "odd_one.py"
     path.write_text(text)
-    with pytest.raises(ValueError, match=said):
+    with refused(*said):
         one_file.target_of(path)
 
 
 def test_a_file_with_the_name_of_a_module_is_refused(tmp_path):
     """Python would import its own `json`."""
-    with pytest.raises(ValueError, match="Python has a module json already"):
+    with refused("setting-value", "method", "json"):
         one_file.check_name(tmp_path / "json.py")

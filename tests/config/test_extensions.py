@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from places import ROOT, WITHOUT
+from refusals import refused
 
 from kvbench.config import extensions
 
@@ -67,15 +68,15 @@ def test_every_folder_is_whole():
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("summary = 1", "summary"),
-        ("summary = 'x'\nuse = ['b']", "uses"),
-        ("summary = ", "cannot be read"),
-        ("", "summary"),
+        ("summary = 1", ("file-content", None, "odd", "summary")),
+        ("summary = 'x'\nuse = ['b']", ("name-unknown", "use", "odd", "uses")),
+        ("summary = ", ("file-content", None, "odd")),
+        ("", ("file-content", None, "odd", "summary")),
     ],
 )
 def test_a_wrong_manifest_is_named(tmp_path, text, error):
     """The error names the file and the key."""
-    with pytest.raises(ValueError, match=error):
+    with refused(*error):
         extensions.read_manifest(write(tmp_path / "odd", text), "odd", "odd")
 
 
@@ -98,16 +99,16 @@ def test_an_entry_point_adds_an_extension_without_importing_it(tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("name", "package", "error"),
     [
-        ("export", "pytest", "two extensions are named export"),
-        ("theirs", "nowhere.ext", "names nowhere.ext"),
-        ("theirs", "places", "names places"),
+        ("export", "pytest", ("unsupported", None, "export")),
+        ("theirs", "nowhere.ext", ("package-missing", None, "nowhere.ext")),
+        ("theirs", "places", ("package-missing", None, "places")),
     ],
 )
 def test_an_entry_point_that_cannot_be_is_refused(name, package, error, tmp_path, monkeypatch):
     """It has the name of another extension, or what it names is missing or a module without a folder."""
     entry_point(tmp_path, name, package)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ValueError, match=error):
+    with refused(*error):
         extensions.discovered()
 
 

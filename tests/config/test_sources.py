@@ -1,6 +1,7 @@
 """Configuration files of kvbench and of the user, as Hydra gets them."""
 
 import pytest
+from refusals import refused
 
 from kvbench.config.compose import compose
 from kvbench.config.files import with_config_dirs
@@ -29,5 +30,5 @@ def test_a_list_is_no_configuration(own):
     """The error names the file."""
     folder, write = own
     write("listed", "- a\n- b\n")
-    with with_config_dirs([folder]), pytest.raises(ValueError, match=r"listed\.yaml holds a list"):
+    with with_config_dirs([folder]), refused("file-content", None, "listed.yaml"):
         compose(["method=listed"])

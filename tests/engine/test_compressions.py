@@ -2,6 +2,7 @@
 
 import pytest
 from engine_helpers import answers, engine, random_tokens, request
+from refusals import refused
 
 from kvbench.cache.layout import StoreOptions
 from kvbench.engine.request_queue import RequestQueue
@@ -103,9 +104,9 @@ def test_it_is_refused_where_neighbours_share_no_pool(loaded):
     """Of a run, whose answers must not hang on the requests that are answered with them, and of a model without
     weights; and a share of all tokens seen needs evictions at every step."""
     policy = KVCompress(**GIVEN, continual="pages")
-    with pytest.raises(ValueError, match="continual=pages"), engine(loaded, policy):
+    with refused("settings-conflict", "method.continual", "continual=pages"), engine(loaded, policy):
         pass
-    with pytest.raises(ValueError, match="continual=pages"):
+    with refused("settings-conflict", "method.continual", "continual=pages"):
         check_fit(loaded, policy, StoreOptions(), None)
-    with pytest.raises(ValueError, match="continual=pages"):
+    with refused("settings-conflict", "method.budget", "continual=pages"):
         KVCompress(budget="50%seen", continual="pages")

@@ -4,6 +4,7 @@ from unittest.mock import patch
 
 import pytest
 from engine_helpers import NATIVE_METHODS, answers, comparable, engine, own_greedy, own_logits, random_tokens, request
+from refusals import refused
 from selection import few, in_turn
 from test_shared_context import POLICIES
 
@@ -184,5 +185,5 @@ def test_a_bad_turn_ends_its_conversation_alone(loaded):
 def test_a_conversation_that_does_not_fit_is_refused(loaded):
     """All of it must fit in the model's context, with answers of full length."""
     turns = (turn(loaded.max_tokens - 80, 1),)
-    with pytest.raises(ValueError, match="a: a conversation of 50 tokens and up to .* shorten its texts"):
+    with refused("prompt-length", None, "50"):
         answers(loaded, Full(), [request("a", random_tokens(50), turns=turns, max_new_tokens=16)])

@@ -4,6 +4,7 @@ that are forced without an answer."""
 import pytest
 import torch
 from engine_helpers import NATIVE_METHODS, answers, engine, own_logits, random_tokens, request
+from refusals import refused
 
 NATIVE = NATIVE_METHODS["full"]
 
@@ -77,8 +78,7 @@ def test_a_text_that_is_forced_without_an_answer(loaded, method):
 def test_nothing_to_do_is_refused(loaded):
     """A request for no answer, where nothing is forced either."""
     asked = request("a", random_tokens(20), gold=random_tokens(5), max_new_tokens=0)
-    refused = pytest.raises(ValueError, match="a asks for no answer, and there is nothing to force either")
-    with engine(loaded, NATIVE, fidelity_max_tokens=0) as running, refused:
+    with engine(loaded, NATIVE, fidelity_max_tokens=0) as running, refused("settings-conflict", "fidelity.max_tokens"):
         running.run([asked], on_outcome=lambda outcome: None)
 
 

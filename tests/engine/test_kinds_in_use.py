@@ -7,6 +7,7 @@ import torch
 import transformers
 from engine_helpers import answers, own_greedy, random_tokens, request
 from fake_parts import altered
+from refusals import refused
 from selection import few
 from test_layer_kinds import KINDS, SMALL, difference, runner_logits, small  # noqa: F401 - a fixture
 
@@ -148,19 +149,39 @@ def test_a_sweep_runs_on_a_model_of_several_kinds(kind, folder_of, tmp_path):
 
 SWA = {"sliding_window": 24}
 REFUSED = [
-    (SHARED, {}, {"prefill": {"chunk": 16}}, "prefill.chunk=16: gemma4_text has layers that share the keys of others"),
-    (SHARED, {"tensor_parallel": 2}, {}, "gemma4_text: its layers share keys, and lie on .* several processes"),
-    (STATES, {"tensor_parallel": 2}, {}, "qwen3_next: some of its layers hold a state, which is not divided"),
-    (LATENT, {"device": ["cpu", "cpu"]}, {}, "deepseek_v3: its layers have latent attention, and lie on several"),
-    (LATENT, {}, {"method": "think"}, "ThinK has channels or tables of codes for keys alone; of a model with latent"),
-    (LATENT, {}, {"store": {"rotation": "hadamard"}}, "store.rotation=hadamard .* turns keys; of a model with latent"),
-    (SLIDING, {}, {"method": "kivi", "store": {"windows": "method"}}, "store.windows=method: Kivi quantises tokens"),
-    ("mistral", {}, SWA, "mistral: sliding_window=24 in every layer leaves none for a method to act on"),
-    ("minimax", {}, {"layer_types": ["linear_attention", "full_attention"]}, r"a cache of their own \(MiniMaxCache\)"),
-    ("mimo_v2_flash", {}, {"v_head_dim": 8}, "mimo_v2_flash: its values have 8 channels .* and its keys 64"),
-    ("diffllama", {}, {}, "layer 0 uses another number of calls of attention than one per layer"),
-    ("doge", {}, {}, "layer 0 uses a mask of its own"),
-    ("llama", {}, {"method": "streaming_llm", "budget": 9999}, "method.budget=9999 is beyond the model, whose context"),
+    (SHARED, {}, {"prefill": {"chunk": 16}}, ("model-unsupported", "prefill.chunk", "prefill.chunk=16", "gemma4_text")),
+    (SHARED, {"tensor_parallel": 2}, {}, ("model-unsupported", None, "gemma4_text", "share keys")),
+    (STATES, {"tensor_parallel": 2}, {}, ("model-unsupported", "model.tensor_parallel", "qwen3_next")),
+    (LATENT, {"device": ["cpu", "cpu"]}, {}, ("model-unsupported", None, "deepseek_v3", "latent")),
+    (LATENT, {}, {"method": "think"}, ("unsupported", None, "ThinK")),
+    (
+        LATENT,
+        {},
+        {"store": {"rotation": "hadamard"}},
+        ("settings-conflict", "store.rotation", "store.rotation=hadamard"),
+    ),
+    (
+        SLIDING,
+        {},
+        {"method": "kivi", "store": {"windows": "method"}},
+        ("settings-conflict", "store.windows", "store.windows=method"),
+    ),
+    ("mistral", {}, SWA, ("model-unsupported", None, "sliding_window=24")),
+    (
+        "minimax",
+        {},
+        {"layer_types": ["linear_attention", "full_attention"]},
+        ("model-unsupported", None, "MiniMaxCache"),
+    ),
+    ("mimo_v2_flash", {}, {"v_head_dim": 8}, ("model-unsupported", None, "mimo_v2_flash", "64")),
+    ("diffllama", {}, {}, ("model-unsupported", None, "layer 0", "calls")),
+    ("doge", {}, {}, ("model-unsupported", None, "layer 0", "mask")),
+    (
+        "llama",
+        {},
+        {"method": "streaming_llm", "budget": 9999},
+        ("setting-value", "method.budget", "method.budget=9999"),
+    ),
 ]
 
 
@@ -174,7 +195,7 @@ def test_a_refusal_comes_before_the_weights(kind, model, asked, message, folder_
         group = {"kind": "hf", "path": folder_of(kind)}
     method = dict(method_settings(asked.get("method", "full"))) | {k: asked[k] for k in ("budget",) if k in asked}
     config = RunConfig.read({"model": group | model, "method": method} | own)
-    with pytest.raises(ValueError, match=message):
+    with refused(*message):
         load_method(config, altered(Loaders(), check_task=lambda config: None), print)
 
 

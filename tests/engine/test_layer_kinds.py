@@ -12,6 +12,7 @@ from decoders import GEMMA_4, SSM
 from engine_helpers import NATIVE_METHODS, answers, engine, own_greedy, own_steps, random_tokens, request
 from omegaconf import OmegaConf
 from places import CONF, ROOT
+from refusals import refused
 from selection import few, in_turn
 
 from kvbench.config.settings import read_config, read_settings
@@ -358,7 +359,10 @@ def test_a_budget_in_bytes_is_of_the_whole_cache(small):
     held = answers(loaded, SnapKV(budget=f"{budget}B", window=8), [request("a", prompt, max_new_tokens=8)])
     assert 0.9 * budget < held["a", 0].ledger["resident_bytes"] <= budget
     assert held["a", 0].ledger["window_bytes"] == whole["window_bytes"]
-    with engine(loaded, Full(), budget_bytes=1 << 14) as small_pool, pytest.raises(ValueError, match="leaves nothing"):
+    with (
+        engine(loaded, Full(), budget_bytes=1 << 14) as small_pool,
+        refused("setting-value", "store.budget_bytes", "store.budget_bytes=16384"),
+    ):
         small_pool.runner.reserve(rows=2, prompt_tokens=120, new_tokens=8)
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 import transformers
 from engine_helpers import random_tokens
+from refusals import refused
 from test_split_layers import CPU, in_two
 
 from kvbench.cache.layout import DeviceSpan, StoreOptions
@@ -106,7 +107,7 @@ def test_a_method_that_needs_whole_layers_is_refused_over_processes(tiny_model):
     ranks = Ranks()
     ranks.size = 2
     shape = replace(model_shape(tiny_model("llama", "gqa3", 64).model), ranks=ranks)
-    with pytest.raises(ValueError, match=r"LooksAtAll with Whole looks at .* model.tensor_parallel=2 .* spread the"):
+    with refused("settings-conflict", "model.tensor_parallel", "LooksAtAll", "model.tensor_parallel=2"):
         CompressedStore(
             LooksAtAll(),
             shape,
@@ -122,15 +123,11 @@ def test_chunks_and_captured_steps_are_of_one_place(tiny_model):
     """A runner whose cache lies in two places refuses prompts in chunks, and the loop that captures steps refuses it;
     both name the settings and what works instead."""
     loaded = in_two(tiny_model("llama", "gqa3", 64, num_layers=3))
-    with pytest.raises(
-        ValueError, match=r"prefill.chunk=8 needs .* model.device spreads its layers over 2 devices; set"
-    ):
+    with refused("settings-conflict", "prefill.chunk", "prefill.chunk=8", "model.device"):
         Runner(loaded, Full(), chunk=8)
     runner = Runner(loaded, Full())
     runner.reserve(rows=1, prompt_tokens=20, new_tokens=4)
-    with pytest.raises(
-        ValueError, match=r"in 2 places of 1 processes; give model.device one device and .* Runner.step"
-    ):
+    with refused("unsupported", None, "model.device", "Runner.step"):
         CapturedSteps(runner, None)
     loaded.model.set_attn_implementation("sdpa")
 

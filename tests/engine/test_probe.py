@@ -2,8 +2,8 @@
 
 import dataclasses
 
-import pytest
 from engine_helpers import answers, comparable, engine, random_tokens, request
+from refusals import refused
 
 from kvbench.engine import hf
 from kvbench.engine.probe import plan_passes
@@ -41,7 +41,7 @@ def test_parts_shrink_to_what_the_context_has_room_for():
         found = plan_passes(PROBE, Letters(), PROMPT, (7,), context)
         assert len(found) == parts and max(100 + len(each.tokens) for each in found) <= context
         assert [token for each in found for token in each.tokens[-(each.end - each.first) :]] == PROMPT
-    with pytest.raises(ValueError, match="one of 100 tokens leaves 31 for that in the model's context of 136"):
+    with refused("prompt-length", None, "100", "31", "136"):
         plan_passes(PROBE, Letters(), PROMPT, (7,), 136)
     assert len(plan_passes(PROBE, Letters(), PROMPT[:3], (), 10)) == 1  # a short prompt needs no more than itself
 
@@ -50,7 +50,7 @@ def test_a_prompt_without_room_stops_the_run_before_the_first_is_read(tiny_model
     """The second prompt is too long, and the first one is not answered either."""
     loaded = dataclasses.replace(tiny_model("llama", "gqa3", 64), max_tokens=300)
     asked = [request("a", random_tokens(20), max_new_tokens=2), request("b", random_tokens(290), max_new_tokens=2)]
-    with pytest.raises(ValueError, match="one of 290 tokens leaves 0 for that in the model's context of 300"):
+    with refused("prompt-length", None, "290", "300"):
         answers(loaded, KVzip(), asked)
 
 

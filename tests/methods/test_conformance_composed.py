@@ -6,6 +6,7 @@ from conformance_helpers import distinct, fields_of, keeps_prompts, policy_of
 from engine_helpers import answers, random_tokens, request
 from hydra.errors import InstantiationException
 from open_settings import open_settings
+from refusals import refused
 
 from kvbench.cache import ledger
 from kvbench.config.files import SHARED
@@ -179,7 +180,7 @@ def test_what_is_protected_is_never_evicted(tiny_model, name):
 def test_an_instruction_that_is_not_there_cannot_be_protected(tiny_model):
     """A task whose prompts have none is refused before anything is read."""
     policy = policy_of("snapkv", protect="instruction")
-    with pytest.raises(ValueError, match="prompts of this task begin without one"):
+    with refused("settings-conflict", "method.protect"):
         run = [request("0", random_tokens(60), instruction_tokens=3), request("1", random_tokens(60))]
         answers(tiny_model("llama", "gqa3", 64), policy, run)
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from golden_helpers import attend_as, read_prompt
+from refusals import refused
 from selection import in_turn
 from store_helpers import (
     causal_probabilities,
@@ -84,7 +85,7 @@ def test_section_4_to_the_letter(num_tokens):
 @pytest.mark.parametrize("value", ["all", "", 0, -2, 1.5, True])
 def test_queries_of_no_meaning_are_refused(value):
     """A number of queries, -1 or `later`."""
-    with pytest.raises(ValueError, match="queries"):
+    with refused("setting-value", "method.queries"):
         DiffKV(queries=value)
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from refusals import refused
 from store_helpers import filled, held_positions, held_scores, random_layer, step_one
 
 from kvbench.methods.knorm import KeyNorm
@@ -49,7 +50,7 @@ def test_a_budget_of_everything_is_met_whatever_is_skipped():
 
 def test_skipping_more_than_the_budget_holds_is_refused():
     """Two of four layers in full are already half of the cache."""
-    with pytest.raises(ValueError, match="skip_layers=2 whole layers of 4 leave nothing of budget=0.5"):
+    with refused("settings-conflict", "method.skip_layers", "skip_layers=2", "budget=0.5"):
         after_prompt(KeyNorm(budget=0.5, skip_layers=2), [[[1.0] * 8]] * 4)
 
 

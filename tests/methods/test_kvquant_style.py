@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import store_helpers
 import torch
+from refusals import refused
 from store_helpers import filled, make_store, plain_attention, random_layer, step_at
 
 from kvbench.methods.kvquant_style import KVQuantStyle
@@ -125,7 +126,7 @@ def test_rotation_spoils_channels_that_are_far_from_zero():
 
 def test_models_that_cannot_rotate_are_refused():
     """Without plain rotary frequencies the method says what to set instead, and does run with it."""
-    with pytest.raises(ValueError, match=r"KVQuantStyle stores keys without.*or method.pre_rope=false"):
+    with refused("unsupported", None, "KVQuantStyle", "method.pre_rope=false"):
         make_store(KVQuantStyle(), inv_freq=None)
     make_store(KVQuantStyle(pre_rope=False), inv_freq=None)
 
@@ -136,5 +137,5 @@ def test_policies_that_lose_slots_are_refused():
     class Evicting(Plain):
         acts_in_decode = True
 
-    with pytest.raises(ValueError, match="Evicting: position_mode='pre_rope' needs tiers in which every token stays"):
+    with refused("method-broken", None, "position_mode='pre_rope'"):
         make_store(Evicting(), inv_freq=INV_FREQ, head_dim=DIM)

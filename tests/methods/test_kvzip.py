@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from engine_helpers import answers, engine, random_tokens, request
+from refusals import refused
 from store_helpers import make_store, watching
 from transformers import DynamicCache
 
@@ -58,7 +59,7 @@ def test_a_spec_has_both_or_neither():
     for settings in ({"probe": Probe(ask="a", go_on="b", part_tokens=4)}, {"statistic": Reconstruction(4)}):
         with pytest.raises(ValueError, match="set both or neither"):
             ScoreSpec(**settings)
-    with pytest.raises(ValueError, match="part_tokens=0 must be a whole number, at least 1"):
+    with refused("setting-value", "part_tokens", "part_tokens=0"):
         Probe(ask="a", go_on="b", part_tokens=0)
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from refusals import refused
 from store_helpers import make_store, plain_attention, random_layer, step_one
 
 from kvbench.cache.layout import StoreOptions, compile_formats
@@ -214,5 +215,5 @@ def test_what_does_not_go_with_bounds_is_refused():
     with pytest.raises(ValueError, match="Evicting: pages are read by bounds only where every token stays"):
         make_store(Evicting())
     store = make_store(Quest())
-    with pytest.raises(ValueError, match=r"page_bytes=4096: the method fixes 16 tokens per page; set.*auto"):
+    with refused("settings-conflict", "store.page_bytes", "page_bytes=4096", "16"):
         compile_formats(Quest(), store.shape, StoreOptions(page_bytes=4096))

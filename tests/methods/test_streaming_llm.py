@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import store_helpers
 import torch
+from refusals import refused
 from store_helpers import filled, held_positions, make_store, plain_attention, random_layer, step_at
 
 from kvbench.methods.streaming_llm import StreamingLLM
@@ -138,5 +139,5 @@ def test_rows_of_different_age_share_a_step():
 
 def test_keys_that_cannot_be_rotated_are_refused():
     """Without plain rotary frequencies the method says what to set instead."""
-    with pytest.raises(ValueError, match="set method.position_mode=absolute"):
+    with refused("unsupported", None, "method.position_mode=absolute"):
         make_store(StreamingLLM(), inv_freq=None)

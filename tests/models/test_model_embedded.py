@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from refusals import refused
 
 from kvbench.config import durable
 from kvbench.errors import MissingWeightsError
@@ -152,7 +153,7 @@ def test_a_copy_that_changes_while_it_is_loaded_is_refused(small_conversion, mon
         return None, None
 
     monkeypatch.setattr(model_load, "_read_folder", read)
-    with pytest.raises(ValueError, match=r"model.safetensors is not as it was converted: it was changed while"):
+    with refused("file-content", None, "model.safetensors"):
         load_model({"kind": "embedded", "device": "cpu"})
 
 
@@ -228,9 +229,7 @@ def test_embedded_model_that_does_not_fit_is_not_fetched(tmp_path, monkeypatch):
     monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=749_000_000))
     monkeypatch.setattr(model_embedded, "_obtain_gguf", lambda scratch: pytest.fail("was fetched"))
-    with pytest.raises(
-        ValueError, match=r"models: converting it takes 750 MB and 749 MB are free; .*set KVBENCH_CACHE"
-    ):
+    with refused("no-room", None, "750", "MB", "749", "KVBENCH_CACHE"):
         model_embedded.ensure_embedded()
 
 
@@ -240,7 +239,7 @@ def test_file_with_another_hash_is_refused(tmp_path, monkeypatch):
     fake.write_bytes(b"GGUF" + bytes(100))
     monkeypatch.setenv("KVBENCH_CACHE", str(tmp_path))
     monkeypatch.setattr(model_embedded, "_installed_gguf", lambda: fake)
-    with pytest.raises(ValueError, match=f"other.gguf has sha256 .*{model_embedded.GGUF_SHA256}"):
+    with refused("file-content", None, "other.gguf", "sha256", model_embedded.GGUF_SHA256):
         model_embedded.ensure_embedded()
     assert not model_embedded.embedded_folder().exists()
 

@@ -14,6 +14,7 @@ import torch
 from gguf_bytes import gguf_header, text
 from omegaconf import OmegaConf
 from places import ROOT
+from refusals import refused
 
 from kvbench.errors import MissingWeightsError
 from kvbench.models import files as model_files
@@ -159,10 +160,13 @@ def test_cached_hub_id_loads_without_the_network(folder, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "no such file"),
-        (b"version https", r"starts with b'vers' instead of b'GGUF'"),
-        (b"GGUF\x03", "cannot read"),
-        (gguf_header(fields=[text("x") + struct.pack("<IIQ", 9, 0, 2**40)]), "names more than the file holds"),
+        (None, ("weights-missing", "model.path", "model.gguf")),
+        (b"version https", ("file-content", "model.path", "GGUF")),
+        (b"GGUF\x03", ("file-content", "model.path", "model.path=")),
+        (
+            gguf_header(fields=[text("x") + struct.pack("<IIQ", 9, 0, 2**40)]),
+            ("file-content", "model.path", "model.path=", "header"),
+        ),
     ],
 )
 def test_bad_gguf_files(tmp_path, content, message):
@@ -170,14 +174,14 @@ def test_bad_gguf_files(tmp_path, content, message):
     path = tmp_path / "model.gguf"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(ValueError, match=message):
+    with refused(*message):
         load_model({"kind": "gguf", "path": str(path)})
 
 
 def test_missing_path_is_asked_for():
     """model=hf and model=gguf without model.path say what to set."""
     for kind in ("hf", "gguf"):
-        with pytest.raises(ValueError, match=r"model.path is not set.*model.path=FOLDER"):
+        with refused("weights-missing", "model.path", "model.path=FOLDER"):
             load_model({"kind": kind, "path": None})
 
 
@@ -195,38 +199,50 @@ def test_a_value_of_any_type_is_refused_by_name(key, value):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"preset": "llama3-8bn"}, r"model.preset=llama3-8bn does not exist. Did you mean llama3-8b\? Known: .*tiny"),
-        ({"kind": "randm"}, r"model.kind=randm does not exist. Did you mean random\?"),
-        ({"dtype": "bf16"}, r"model.dtype=bf16 does not exist. Did you mean bfloat16\?"),
-        ({"device": "gpu0"}, r"model.device=gpu0 is no device"),
-        ({"device": "cuda:99"}, r"model.device=cuda:99: torch .* sees \d+ CUDA"),
-        ({"device": "meta"}, r"model.device=meta is not supported"),
-        ({"device": []}, r"model.device=\[\] names no device; use auto"),
-        ({"device": ["cpu", "gpu1"]}, r"model.device=gpu1 is no device; .* a list such as \[cuda:0,cuda:1\]"),
-        ({"device": ["auto"]}, r"model.device=auto is no device"),
-        ({"device": ["cpu", "cpu", "cpu"]}, r"model.device=\[cpu,cpu,cpu\] names 3 devices for 2 layers, and each"),
-        ({"tensor_parallel": 2}, r"model.tensor_parallel=2 is for models that are read .* model.kind=random is put"),
-        ({"tensor_parallel": 0}, r"model.tensor_parallel=0 must be a whole number of at least 1, or null"),
-        ({"quantisation": "int3"}, r"model.quantisation=int3 does not exist. Did you mean int"),
-        ({"quantisation": "int8"}, r"model.quantisation=int8 is for models that are read .* model.kind=random makes"),
-        ({"seed": -1}, r"model.seed=-1 must be"),
-        ({"num_layers": 0}, r"model.num_layers=0 must be a whole number of at least 1"),
-        ({"max_tokens": -5}, r"model.max_tokens=-5 must be"),
-        ({"overrides": {"num_key_value_head": 1}}, r"Did you mean num_key_value_heads\?"),
-        ({"overrides": {"model_type": "lama"}}, r"Did you mean llama\?"),
-        ({"overrides": {"num_key_value_heads": 3}}, r"=4 is not a multiple of num_key_value_heads=3"),
-        ({"overrides": {"vocab_size": 100}}, r"vocab_size=100 is below 257"),
-        ({"path": "x"}, r"key model.path"),
+        ({"preset": "llama3-8bn"}, ("name-unknown", "model.preset", "model.preset=llama3-8bn")),
+        ({"kind": "randm"}, ("name-unknown", "model.kind", "model.kind=randm")),
+        ({"dtype": "bf16"}, ("name-unknown", "model.dtype", "model.dtype=bf16", "bfloat16")),
+        ({"device": "gpu0"}, ("setting-value", "model.device", "model.device=gpu0")),
+        ({"device": "cuda:99"}, ("setting-value", "model.device", "model.device=cuda", "99", "CUDA")),
+        ({"device": "meta"}, ("setting-value", "model.device", "model.device=meta")),
+        ({"device": []}, ("setting-value", "model.device", "model.device=[]")),
+        ({"device": ["cpu", "gpu1"]}, ("setting-value", "model.device", "model.device=gpu1")),
+        ({"device": ["auto"]}, ("setting-value", "model.device", "model.device=auto")),
+        ({"device": ["cpu", "cpu", "cpu"]}, ("setting-value", "model.device", "model.device=[cpu")),
+        (
+            {"tensor_parallel": 2},
+            ("settings-conflict", "model.tensor_parallel", "model.tensor_parallel=2", "model.kind=random"),
+        ),
+        ({"tensor_parallel": 0}, ("setting-value", "model.tensor_parallel", "model.tensor_parallel=0")),
+        ({"quantisation": "int3"}, ("name-unknown", "model.quantisation", "model.quantisation=int3")),
+        (
+            {"quantisation": "int8"},
+            ("settings-conflict", "model.quantisation", "model.quantisation=int8", "model.kind=random"),
+        ),
+        ({"seed": -1}, ("setting-value", "model.seed", "model.seed=-1")),
+        ({"num_layers": 0}, ("setting-value", "model.num_layers", "model.num_layers=0")),
+        ({"max_tokens": -5}, ("setting-value", "model.max_tokens", "model.max_tokens=-5")),
+        ({"overrides": {"num_key_value_head": 1}}, ("name-unknown", "model.overrides", "num_key_value_heads")),
+        (
+            {"overrides": {"model_type": "lama"}},
+            ("name-unknown", "model.overrides.model_type", "model.overrides.model_type=lama"),
+        ),
+        (
+            {"overrides": {"num_key_value_heads": 3}},
+            ("settings-conflict", "model.overrides.num_attention_heads", "num_key_value_heads=3"),
+        ),
+        ({"overrides": {"vocab_size": 100}}, ("setting-value", "model.overrides.vocab_size", "vocab_size=100", "257")),
+        ({"path": "x"}, ("name-unknown", "model.path")),
     ],
 )
 def test_bad_settings_are_named_with_the_remedy(change, message):
     """Unknown names list what exists and the nearest; values out of range state the rule."""
-    with pytest.raises(ValueError, match=message):
+    with refused(*message):
         load_model(TINY | change)
 
 
 def test_longer_context_than_the_model_is_refused(folder):
     """model.max_tokens may shorten a trained model's context, never stretch it."""
-    with pytest.raises(ValueError, match=r"model.max_tokens=4096 must be in \[1, 2048\]"):
+    with refused("setting-value", "model.max_tokens", "model.max_tokens=4096", "2048"):
         load_model({"kind": "hf", "path": str(folder), "device": "cpu", "max_tokens": 4096})
     assert load_model(TINY | {"max_tokens": 4096}).max_tokens == 4096

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from refusals import refused
 
 from kvbench.policy import Budget
 from kvbench.policy.budget import BudgetRule, read_size
@@ -52,7 +53,7 @@ def test_a_whole_number_is_tokens_and_a_point_makes_a_ratio(text, value, unit):
 )
 def test_numbers_out_of_range_are_refused(text):
     """Absurd budgets would evict nothing, without a word."""
-    with pytest.raises(ValueError, match=r"read_budget=.* is out of range; write a ratio in \(0, 1\]"):
+    with refused("setting-value", "read_budget"):
         Budget.parse(text, "read_budget")
 
 
@@ -61,7 +62,7 @@ def test_numbers_out_of_range_are_refused(text):
 )
 def test_what_is_no_number_is_refused(text):
     """Neither flags nor other text are budgets."""
-    with pytest.raises(ValueError, match="budget=.* is not a budget; write a ratio"):
+    with refused("setting-value", "budget"):
         Budget.parse(text)
 
 
@@ -86,6 +87,6 @@ def test_sizes(text, size):
 def test_bytes_hold_one_token_of_every_list_at_least():
     """Two lists with tokens of 4 bytes need 8 bytes, and have two tokens each from 16 on."""
     assert [Budget.parse(f"{size}B").tokens(50, 2, 4.0) for size in (8, 15, 16)] == [1, 1, 2]
-    with pytest.raises(ValueError, match=r"budget=7B holds less than one token per KV head \(2 lists x 4 B\)"):
+    with refused("setting-value", "method.budget", "budget=7B"):
         Budget.parse("7B").tokens(50, 2, 4.0)
     assert Budget.parse(0.1).tokens(1, 2, 4.0) == 1 and Budget.parse(0.3).tokens(10, 2, 4.0) == 3

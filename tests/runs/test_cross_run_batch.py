@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from fake_parts import FakeEngine, make_cfg, make_parts, make_requests
 from omegaconf import OmegaConf
+from refusals import refused
 from test_run_real import compose, samples
 
 from kvbench.cli.endings import Stopped
@@ -161,7 +162,7 @@ def test_one_run_waits_for_a_full_cache_that_another_process_computes(tmp_path):
     thread.join(60)
     assert told[-1].record.status == told[-1].reference.status == "complete"
     (wrong,) = ratios(tmp_path, [1.5], reference="auto")
-    with pytest.raises(ValueError, match="method.ratio=1.5"):
+    with refused("setting-value", "method.ratio", "method.ratio=1.5"):
         run_one(wrong, make_parts())
 
 

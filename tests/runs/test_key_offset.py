@@ -1,6 +1,7 @@
 """The setting `store.key_offset` of a run: what its identity holds, and what is refused before a model is loaded."""
 
 import pytest
+from refusals import refused
 
 from kvbench.methods.uniform import Uniform
 from kvbench.rules.counting import counted
@@ -27,9 +28,9 @@ def test_what_is_no_table_is_refused(tmp_path, text):
     """With the setting's name; and so is a file that is not there."""
     path = tmp_path / "table.txt"
     path.write_text(text)
-    for given in (str(path), str(tmp_path / "nothing")):
-        with pytest.raises(ValueError, match="store.key_offset"):
-            store_options({"key_offset": given})
+    for given, code in ((path, "setting-value"), (tmp_path / "nothing", "file-missing")):
+        with refused(code, "store.key_offset", given):
+            store_options({"key_offset": str(given)})
 
 
 def test_keys_before_the_rotary_embedding_count_where_they_are_asked_for():

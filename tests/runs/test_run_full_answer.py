@@ -1,8 +1,8 @@
 """Fidelity on the full cache's own answers, from the settings to the record."""
 
-import pytest
 from fake_parts import FakeEngine, make_parts, run_fake
 from omegaconf import OmegaConf
+from refusals import refused
 
 from kvbench.config.compose import compose
 from kvbench.config.settings import read_config
@@ -42,9 +42,9 @@ def test_a_method_is_forced_to_give_the_full_caches_answers(tmp_path, monkeypatc
 
 def test_without_a_full_cache_there_is_nothing_to_force(tmp_path):
     """reference=none is refused before anything runs; so are words that name no answer."""
-    with pytest.raises(ValueError, match="fidelity.on=own forces the full cache's answers.*reference=auto"):
+    with refused("settings-conflict", "reference", "fidelity.on=own", "reference=auto"):
         run_fake(tmp_path, **OWN)
-    with pytest.raises(ValueError, match="fidelity.on='mine' must be 'gold' or 'own'"):
+    with refused("setting-value", "fidelity.on", "fidelity.on='mine'"):
         run_fake(tmp_path, fidelity__on="mine")
 
 
