@@ -14,6 +14,7 @@ from kvbench.evidence.load import StoredRun
 from kvbench.evidence.samples import Curve, SampleName, by_subset, curve_of, shared
 from kvbench.evidence.settings import Bytes
 from kvbench.results.measures import RESIDENT, Measure
+from kvbench.results.refusals import NoResults
 from kvbench.stats.strata import Strata, weighed
 
 TIE = 0.01  # bytes within this share of one another are the same
@@ -21,7 +22,7 @@ STEP = 1e-6
 SEEN = "%seen"  # how a budget ends that is a share of all tokens seen
 
 
-class OutOfRange(ValueError):
+class OutOfRange(NoResults):
     """The runs of a method do not span the bytes asked for."""
 
 

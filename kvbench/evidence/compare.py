@@ -9,6 +9,7 @@ from omegaconf import DictConfig
 from rich.text import Text
 
 from kvbench.config.files import FULL
+from kvbench.errors import SettingsConflict, SettingValue
 from kvbench.evidence import answer_traits
 from kvbench.evidence.budget_curves import OutOfRange, at_bytes, series_of
 from kvbench.evidence.compared import EQUAL_LEVEL, ComparedRun, count, difference, worst
@@ -17,6 +18,7 @@ from kvbench.evidence.samples import Change, Curve, NoCommonSample, changes, cur
 from kvbench.evidence.settings import Bytes, bytes_wanted
 from kvbench.evidence.view import Grid, Part, View, ViewResult, frame_of, line, notes
 from kvbench.results.measures import Measure
+from kvbench.results.refusals import NoResults
 from kvbench.show.csv_file import Cell, csv_row
 from kvbench.show.terminal import NO_INTERVAL, number, p_text
 from kvbench.show.text import safe
@@ -42,7 +44,10 @@ def find(group: Group, name: str, where: Mapping[str, object] | None = None) -> 
         fits = [run for run in fits if fits_settings(run.settings, where)] or fits
     if len(fits) > 1:
         listed = ", ".join(f"{run.record.hash[:6]} ({run.label})" for run in fits)
-        raise ValueError(f"against={name} fits {len(fits)} runs of {group.title}; give the digits of one: {listed}")
+        raise SettingValue(
+            f"against={name} fits {len(fits)} runs of {group.title}; give the digits of one: {listed}",
+            setting="against",
+        )
     return fits[0] if fits else None
 
 
@@ -104,8 +109,9 @@ def compare_group(group: Group, cfg: DictConfig, *, has_verdicts: bool = True) -
     wanted = bytes_wanted(cfg.get("at_bytes"))
     what = measure(str(cfg.metric), group, shares=True)
     if what.of is not None and str(cfg.against) != FULL:
-        raise ValueError(
-            f"metric={cfg.metric} is in % of the full cache's, and against={cfg.against} is another run; leave out one"
+        raise SettingsConflict(
+            f"metric={cfg.metric} is in % of the full cache's, and against={cfg.against} is another run; leave out one",
+            setting="metric",
         )
     tolerance, source = noise(group, what)
     why = group.unfit(what)
@@ -148,7 +154,10 @@ def _at_equal_bytes(
     if name != FULL:
         fits = [title for title in curves if name in (title, title.split()[0])]
         if len(fits) > 1:
-            raise ValueError(f"against={name} fits {len(fits)} curves; give one of them in quotes: {', '.join(fits)}")
+            raise SettingValue(
+                f"against={name} fits {len(fits)} curves; give one of them in quotes: {', '.join(fits)}",
+                setting="against",
+            )
         against = curves.pop(fits[0]) if fits else None
     elif group.reference is not None:
         against = curve_of(group.reference, what)
@@ -260,7 +269,7 @@ def compute(groups: Sequence[Group], cfg: DictConfig) -> ViewResult:
     rows = [row for _, table_rows, _ in tables for row in table_rows]
     if not rows:
         reasons = [note for group, _, said in tables for note in (*said, *group.notes)]
-        raise ValueError(f"nothing to compare. {sentences(reasons) or 'There is only one run.'}")
+        raise NoResults(f"nothing to compare. {sentences(reasons) or 'There is only one run.'}")
     correct(rows)
     frame = frame_of(record_of(group, row) for group, table_rows, _ in tables for row in table_rows)
     frame.attrs["notes"] = [text for group, _, said in tables for text in (*group.notes, *said)]

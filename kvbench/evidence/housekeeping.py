@@ -11,9 +11,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from kvbench.errors import SettingMissing, SettingValue
 from kvbench.evidence.load import find_runs
 from kvbench.results import shards
-from kvbench.results.journal import is_held
+from kvbench.results.journal import RunLocked, is_held
 from kvbench.results.record import RunRecord
 from kvbench.results.writing import write_atomic
 from kvbench.rules import Text as TextRule
@@ -116,7 +117,7 @@ def tag(chosen: Sequence[Entry], word: str) -> str:
     """Tag runs; returns a line with their number."""
     TextRule().check("tag", word)
     if len(word.split()) != 1:
-        raise ValueError(f"tag={word!r} must be one word")
+        raise SettingValue(f"tag={word!r} must be one word", setting="tag")
     for one in chosen:
         write_atomic(one.folder / TAGS, "".join(f"{each}\n" for each in dict.fromkeys([*one.tags, word])).encode())
     return f"{len(chosen)} runs have the tag {word}"
@@ -130,7 +131,9 @@ def delete(chosen: Sequence[Entry], sure: bool) -> str:
     """
     _refuse_held(chosen)
     if len(chosen) > 1 and not sure:
-        raise ValueError(f"delete= names {len(chosen)} runs; add sure=true to delete them for good: {_named(chosen)}")
+        raise SettingMissing(
+            f"delete= names {len(chosen)} runs; add sure=true to delete them for good: {_named(chosen)}", setting="sure"
+        )
     for one in chosen:
         shutil.rmtree(one.folder)
         _drop_empty(one.folder)
@@ -145,7 +148,7 @@ def move(chosen: Sequence[Entry], target: Path) -> str:
     """
     _refuse_held(chosen)
     if there := [one for one in chosen if (target / one.name).exists()]:
-        raise ValueError(f"move={target} has {_named(there)} already")
+        raise SettingValue(f"move={target} has {_named(there)} already", setting="move")
     for one in chosen:
         destination = target / one.name
         destination.parent.mkdir(parents=True, exist_ok=True)
@@ -156,7 +159,7 @@ def move(chosen: Sequence[Entry], target: Path) -> str:
 
 def _refuse_held(chosen: Sequence[Entry]) -> None:
     if held := [one for one in chosen if one.state == "running"]:
-        raise ValueError(f"{_named(held)}: a process is at work there; stop it first")
+        raise RunLocked(f"{_named(held)}: a process is at work there; stop it first")
 
 
 def _named(chosen: Sequence[Entry]) -> str:

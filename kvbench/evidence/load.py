@@ -12,7 +12,7 @@ from pathlib import Path
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from kvbench.config.files import FULL, GROUPS
-from kvbench.errors import unknown_name
+from kvbench.errors import FileMissing, SettingValue, unknown_name
 from kvbench.evidence.group import CONDITIONS, OF_TASK, Group, StoredRun
 from kvbench.results.claims import direction, unchecked
 from kvbench.results.faults import Read
@@ -20,6 +20,7 @@ from kvbench.results.faults import notes as notes_of
 from kvbench.results.identity import differences
 from kvbench.results.lines import read_samples
 from kvbench.results.record import RunRecord
+from kvbench.results.refusals import NoResults
 from kvbench.show.labels import differing
 from kvbench.show.text import LINE_LENGTH, MESSAGE_LENGTH, NAME_LENGTH, safe
 from kvbench.show.unfit import flag_notes
@@ -63,7 +64,10 @@ def results_root(results_dir: object) -> Path:
     """The folder of results; raises ValueError where it is none."""
     root = Path(str(results_dir))
     if not root.is_dir():
-        raise ValueError(f"results_dir={results_dir} is not a folder; run an experiment first, or give its folder")
+        raise FileMissing(
+            f"results_dir={results_dir} is not a folder; run an experiment first, or give its folder",
+            setting="results_dir",
+        )
     return root
 
 
@@ -99,7 +103,9 @@ def load_groups(cfg: DictConfig, also: Sequence[str] = ()) -> list[Group]:
     root = results_root(cfg.results_dir)
     where = OmegaConf.to_container(cfg.where, resolve=True) if OmegaConf.is_config(cfg.where) else cfg.where or {}
     if not isinstance(where, dict):
-        raise ValueError(f"where={cfg.where} is not a list of settings; write it like 'where={{budget:0.25}}'")
+        raise SettingValue(
+            f"where={cfg.where} is not a list of settings; write it like 'where={{budget:0.25}}'", setting="where"
+        )
     wanted_settings = {_short(str(key)): value for key, value in where.items()}
     filters = [patterns(cfg.get(name)) for name in ("tasks", "models", "methods")]
     # The reference is always there: without it nothing can be said of the others.
@@ -139,7 +145,7 @@ def load_groups(cfg: DictConfig, also: Sequence[str] = ()) -> list[Group]:
     ]
     groups, notes = _sort(runs, str(cfg.code))
     if not groups:
-        raise ValueError(f"nothing can be shown. {sentences(notes)}" if notes else _nothing(cfg, root, unreadable))
+        raise NoResults(f"nothing can be shown. {sentences(notes)}" if notes else _nothing(cfg, root, unreadable))
     groups[0].notes += notes
     for note in unreadable:
         same_task = [group for group in groups if note.startswith(f"{group.runs[0].name.split('/')[0]}/")]

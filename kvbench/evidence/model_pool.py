@@ -13,9 +13,10 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from kvbench.errors import check_whole, unknown_name
+from kvbench.errors import SettingMissing, SettingValue, check_whole, unknown_name
 from kvbench.evidence.load import Group, StoredRun
 from kvbench.results.measures import TOTAL
+from kvbench.results.refusals import NoResults
 from kvbench.results.sample import Key, SampleRecord
 from kvbench.show.progress import format_bytes
 from kvbench.sizing.shapes import presets, size_of_weights
@@ -42,9 +43,10 @@ class Total:
             return None
         settings: Any = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
         if not isinstance(settings, Mapping):
-            raise ValueError(
+            raise SettingValue(
                 f"together={settings} is none of its settings; write together={{}}, or for example "
-                "'together={context:32768,sequences:4,weights:{my-8b:4.5GiB}}'"
+                "'together={context:32768,sequences:4,weights:{my-8b:4.5GiB}}'",
+                setting="together",
             )
         if unknown := [name for name in settings if name not in cls.__dataclass_fields__]:
             raise unknown_name("together", unknown[0], list(cls.__dataclass_fields__))
@@ -93,9 +95,10 @@ def pool_models(groups: Sequence[Group], cfg: DictConfig | Mapping) -> list[Grou
     pooled = [_join(members, total) if len(members) > 1 else members[0] for members in alike.values()]
     if not any(group.largest for group in pooled):
         titles = "; ".join(group.title for group in groups)
-        raise ValueError(
+        raise NoResults(
             f"together: no two models were asked the same questions by the same version of the code ({titles}); run "
-            "both with the same task, protocol and seed"
+            "both with the same task, protocol and seed",
+            setting="together",
         )
     return pooled
 
@@ -115,20 +118,25 @@ def _join(groups: Sequence[Group], total: Total) -> Group:
     for group in groups:
         weights = total.weights_of(group.runs[0])
         if weights is None:
-            raise ValueError(
+            raise SettingMissing(
                 f"together: the weights of {group.model} are not known; give them, as in "
-                f"'together={{weights:{{{group.model}:4.5GiB}}}}'"
+                f"'together={{weights:{{{group.model}:4.5GiB}}}}'",
+                setting="together.weights",
             )
         sizes[group.model] = weights
     if len(sizes) < len(groups):
         models = ", ".join(group.title for group in groups)
-        raise ValueError(f"together: several groups of one model were asked the same ({models}); choose with models=")
+        raise NoResults(
+            f"together: several groups of one model were asked the same ({models}); choose with models=",
+            setting="together",
+        )
     answers = [_right_answers(group) for group in groups]
     same = {key for key in set.intersection(*map(set, answers)) if len({answer[key] for answer in answers}) == 1}
     if not same:
-        raise ValueError(
+        raise NoResults(
             f"together: {' and '.join(sizes)} share no sample with the same right answers; a task whose questions "
-            "depend on the tokenizer cannot be compared between them"
+            "depend on the tokenizer cannot be compared between them",
+            setting="together",
         )
     most = max(map(len, answers))
     notes = [note for group in groups for note in group.notes]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
+from kvbench.errors import SettingsConflict, SettingValue
 from kvbench.evidence.drawing import SIZE, STYLE, Drawing, draw_lines, frame, lines_of
 from kvbench.evidence.frontier import Panel, build
 from kvbench.evidence.load import Group
@@ -37,14 +38,16 @@ def panels_of(group: Group, cfg: DictConfig) -> list[Panel]:
 def _measures(group: Group, cfg: DictConfig) -> list[Measure]:
     name = str(cfg.metric)
     if name.removesuffix(SHARE_MARK) in CATEGORIES:
-        raise ValueError(f"metric={name} is one category already; take metric=score{SHARE_MARK} with by={cfg.by}")
+        raise SettingsConflict(
+            f"metric={name} is one category already; take metric=score{SHARE_MARK} with by={cfg.by}", setting="metric"
+        )
     whole = measure(name, group, shares=True)
     base = whole.of or whole
     there = {record["subset"] for run in group.runs for record in run.samples.values()}
     known = BENCHMARKS.get(group.task, {})
     if cfg.by == "category":
         if not known:
-            raise ValueError(f"by=category: {group.title} has no categories; take by=subset")
+            raise SettingValue(f"by=category: {group.title} has no categories; take by=subset", setting="by")
         parts = [(title, title, part) for title, part in known.items() if {*map(plain_subset, there)} & set(part)]
     else:
         titles = {subset: title for part in known.values() for subset, title in part.items()}

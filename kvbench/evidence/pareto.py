@@ -7,7 +7,7 @@ from omegaconf import DictConfig
 from rich.text import Text
 
 from kvbench.config.extensions import hooks
-from kvbench.errors import unknown_name
+from kvbench.errors import SettingValue, unknown_name
 from kvbench.evidence import frontier_figure, multiples
 from kvbench.evidence.compare import ESTIMATORS
 from kvbench.evidence.dominance import MEANING, standing
@@ -18,6 +18,7 @@ from kvbench.evidence.settings import POSITIVE
 from kvbench.evidence.settings import check as check_settings
 from kvbench.evidence.view import Figure, Grid, Part, View, ViewResult, frame_of, notes
 from kvbench.results.measures import COSTS, SCORE
+from kvbench.results.refusals import NoResults
 from kvbench.show.csv_file import Cell, csv_row
 from kvbench.show.terminal import NO_INTERVAL, number, span, three_digits
 
@@ -41,7 +42,7 @@ def look_of(cfg: DictConfig) -> Look:
     settings = dict(cfg.get("figure") or {})
     for name in ("width", "size"):
         if settings.get(name) is not None and not POSITIVE.fits(settings[name]):
-            raise ValueError(f"figure.{name}={settings[name]} is not a number above 0")
+            raise SettingValue(f"figure.{name}={settings[name]} is not a number above 0", setting=f"figure.{name}")
     labels = {str(key): str(value) for key, value in (cfg.get("labels") or {}).items()}
     return Look(**settings, labels=labels)
 
@@ -56,7 +57,7 @@ def panels_of(groups: Sequence[Group], cfg: DictConfig) -> list[Panel]:
             panels.append(panel)
     if not panels:
         reasons = [note for group in groups for note in group.notes]
-        raise ValueError(f"nothing can be drawn. {sentences(reasons)}")
+        raise NoResults(f"nothing can be drawn. {sentences(reasons)}")
     return [*panels, *averages(panels)]
 
 

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from kvbench.config.extensions import hooks
 from kvbench.config.files import FULL
+from kvbench.errors import Unsupported
 from kvbench.evidence import across, frontier_figure, pareto, view
 from kvbench.evidence.answer_traits import mean_of, traits_table
 from kvbench.evidence.compare import compare_group, correct, legend
@@ -133,7 +134,7 @@ def page(items: list[dict], means: list[dict], cfg: DictConfig, summaries: Seque
             cuts = ["Only the first picture of each group fits; `kvbench report view=pareto axes=null` draws all."]
             limit, length = int(cfg.answers), int(cfg.answer_length)
         else:
-            raise ValueError(
+            raise Unsupported(
                 f"the report would have {format_bytes(len(made))}, more than {format_bytes(MAX_BYTES)}; choose fewer "
                 "runs with tasks=, models=, methods= or where="
             )

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvbench.errors import unknown_name
+from kvbench.errors import SettingValue, unknown_name
 from kvbench.evidence.load import Group, StoredRun
 from kvbench.results.measures import (
     ANSWERS,
@@ -20,6 +20,7 @@ from kvbench.results.measures import (
     of_full,
     score,
 )
+from kvbench.results.refusals import NoResults
 from kvbench.results.sample import SampleRecord, answers_of
 from kvbench.stats.paired import paired
 from kvbench.stats.shares import Difference, share_of_pairs
@@ -30,7 +31,7 @@ Range = tuple[float, float]
 ENOUGH = 0.9  # of the samples; a run that lacks more than a tenth of them proves nothing
 
 
-class NoCommonSample(ValueError):
+class NoCommonSample(NoResults):
     """Two runs share no sample and cannot be compared."""
 
 
@@ -100,14 +101,16 @@ def measure(name: str, group: Group, *, shares: bool = False) -> Measure:
     """
     base = name.removesuffix(SHARE_MARK)
     if base != name and (not shares or base in FIDELITY | ANSWERS):
-        raise ValueError(
+        raise SettingValue(
             f"metric={name}: in % of the full cache's are scores and categories, in compare, pareto and report; take "
-            f"metric={base}"
+            f"metric={base}",
+            setting="metric",
         )
     if base in CATEGORIES and group.task not in BENCHMARKS:
-        raise ValueError(
+        raise SettingValue(
             f"metric={name} is a category of {', '.join(BENCHMARKS)}, and {group.title} has none; give "
-            f"tasks={next(iter(BENCHMARKS))}, or metric=score"
+            f"tasks={next(iter(BENCHMARKS))}, or metric=score",
+            setting="metric",
         )
     definition = _measure(SCORE.name if base in CATEGORIES else base, group)
     definition = of_category(definition, group.task, base) if base in CATEGORIES else definition
@@ -117,9 +120,10 @@ def measure(name: str, group: Group, *, shares: bool = False) -> Measure:
 def _measure(name: str, group: Group) -> Measure:
     if known := (FIDELITY | ANSWERS).get(name):
         if known.is_fidelity and group.largest:
-            raise ValueError(
+            raise SettingValue(
                 f"metric={name} measures each model against its own full cache and tokens, and says nothing between "
-                "models; take score, tokens or loops"
+                "models; take score, tokens or loops",
+                setting="metric",
             )
         return known
     records = [run.record for run in group.runs]

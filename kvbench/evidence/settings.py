@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 
 from omegaconf import DictConfig, ListConfig
 
-from kvbench.errors import check_whole, unknown_name
+from kvbench.errors import SettingValue, check_whole, unknown_name
 from kvbench.evidence.load import patterns
 from kvbench.rules import Number
 
@@ -41,7 +41,7 @@ def check(
     bytes_wanted(cfg.get("at_bytes"))
     for name in FLAGS:
         if name in cfg and not isinstance(cfg[name], bool):
-            raise ValueError(f"{name}={cfg[name]} is neither true nor false")
+            raise SettingValue(f"{name}={cfg[name]} is neither true nor false", setting=name)
     for name, least in LEAST.items():
         if name in cfg:
             check_whole(name, cfg[name], least)
@@ -50,8 +50,9 @@ def check(
 def check_margin(margin: object) -> None:
     """Refuse a margin that is neither null nor a number above 0."""
     if margin is not None and not POSITIVE.fits(margin):
-        raise ValueError(
-            f"margin={margin} is not a number above 0; 0.01 means one point of score, null is the metric's own margin"
+        raise SettingValue(
+            f"margin={margin} is not a number above 0; 0.01 means one point of score, null is the metric's own margin",
+            setting="margin",
         )
 
 
@@ -62,8 +63,9 @@ def bytes_wanted(wanted: object) -> Bytes | None:
     ends: list = list(wanted) if isinstance(wanted, ListConfig | list | tuple) else [wanted]
     numbers = [float(end) for end in ends if POSITIVE.fits(end)]
     if len(numbers) < len(ends) or len(ends) not in (1, 2) or sorted(set(ends)) != ends:
-        raise ValueError(
+        raise SettingValue(
             f"at_bytes={wanted} is neither a percentage of an FP16 full cache nor two of them, the smaller first; "
-            "write at_bytes=25 or 'at_bytes=[12.5,50]'"
+            "write at_bytes=25 or 'at_bytes=[12.5,50]'",
+            setting="at_bytes",
         )
     return numbers[0] if len(numbers) == 1 else (numbers[0], numbers[1])

@@ -7,13 +7,14 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.text import Text
 
-from kvbench.errors import check_whole, unknown_name
+from kvbench.errors import SettingMissing, SettingsConflict, check_whole, unknown_name
 from kvbench.evidence import housekeeping
 from kvbench.evidence.load import find_runs, patterns, results_root
 from kvbench.results import shards
 from kvbench.results.journal import is_held
 from kvbench.results.lines import read_samples
 from kvbench.results.record import RunRecord
+from kvbench.results.refusals import NoResults
 from kvbench.results.shards import Shard
 from kvbench.results.sweep import JobRecord, State, Sweep, sweeps
 from kvbench.show import terminal
@@ -117,14 +118,20 @@ def _changed(cfg: DictConfig, root: Path) -> str:
     if not actions:
         return ""
     if len(actions) > 1:
-        raise ValueError(f"{' and '.join(actions)} exclude one another; give one")
+        raise SettingsConflict(f"{' and '.join(actions)} exclude one another; give one")
     name = actions[0]
     wanted = patterns(cfg.delete if name == "delete" else cfg.runs)
     if wanted is None:
-        raise ValueError(f"{name}={cfg[name]} needs runs=: the first digits of a hash, a tag, or a pattern of folders")
+        raise SettingMissing(
+            f"{name}={cfg[name]} needs runs=: the first digits of a hash, a tag, or a pattern of folders",
+            setting="runs",
+        )
     chosen = housekeeping.entries(root, wanted)
     if not chosen:
-        raise ValueError(f"{'delete' if name == 'delete' else 'runs'}={', '.join(wanted)} names no run under {root}")
+        raise NoResults(
+            f"{'delete' if name == 'delete' else 'runs'}={', '.join(wanted)} names no run under {root}",
+            setting="delete" if name == "delete" else "runs",
+        )
     if name == "delete":
         return housekeeping.delete(chosen, cfg.sure is True)
     if name == "move":
@@ -148,7 +155,7 @@ def main(cfg: DictConfig) -> int:
         return 0
     listed = housekeeping.entries(root, patterns(cfg.runs))
     if cfg.runs is not None and not listed:
-        raise ValueError(f"runs={cfg.runs} names no run under results_dir={cfg.results_dir}")
+        raise NoResults(f"runs={cfg.runs} names no run under results_dir={cfg.results_dir}", setting="runs")
     if listed:
         housekeeping.show(listed, rows, console)
     if cfg.runs is not None:

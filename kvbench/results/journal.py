@@ -17,6 +17,7 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path
 
 from kvbench.config import durable
+from kvbench.errors import FileContent, KvbenchError
 from kvbench.results.lines import copy_lines, journal_lines
 from kvbench.results.sample import Key, SampleRecord, key_of, read_line, write_line
 from kvbench.results.writing import remove_litter, write_atomic, write_error
@@ -25,7 +26,7 @@ MAX_NAMED = 5  # dropped lines that are named one by one
 HOLDER = re.compile(rb"[\0\s]*([0-9]{0,20})[\0\s]*")  # what a lock file holds: a process's number, or nothing yet
 
 
-class RunLocked(ValueError):
+class RunLocked(KvbenchError, code="run-locked"):
     """Another process is working on the same run."""
 
 
@@ -202,7 +203,7 @@ def run_lock(folder: Path, *, wait: bool = False, say: Callable[[str], None] = l
                     said = True
                 time.sleep(0.5)
         if _holder(descriptor) is None:
-            raise ValueError(f"{path} is no lock of kvbench: it holds something else; remove it")
+            raise FileContent(f"{path} is no lock of kvbench: it holds something else; remove it")
         try:
             os.truncate(descriptor, 0)
             os.pwrite(descriptor, str(os.getpid()).encode(), 0)
@@ -234,7 +235,7 @@ def _open_lock(path: Path) -> int:
     of the same name.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    refused = ValueError(f"{path} is no regular file, and a lock must be one; remove it")
+    refused = FileContent(f"{path} is no regular file, and a lock must be one; remove it")
     if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):  # to open a device may do something
         raise refused
     descriptor = os.open(path, flags, 0o644)

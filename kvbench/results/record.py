@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
+from kvbench.errors import FileContent, FileMissing
 from kvbench.results.claims import contradiction
 from kvbench.results.identity import hash_identity
 from kvbench.results.provenance import Git, Machine, Versions
@@ -182,7 +183,7 @@ class Timing:
     """Seconds spent on samples, over all sessions."""
 
 
-class UnreadableRecord(ValueError):
+class UnreadableRecord(FileContent):
     """A `run.json` that holds no record which this kvbench can read."""
 
 
@@ -350,10 +351,10 @@ class RunRecord:
             content = read_json(read_regular(path, MAX_BYTES))
         except FileNotFoundError:
             if path.is_symlink():
-                raise ValueError(f"{path} is a link that leads nowhere; remove it") from None
+                raise FileMissing(f"{path} is a link that leads nowhere; remove it") from None
             return None
         except OSError as error:
-            raise ValueError(f"{path} cannot be read: {error.strerror}; use another results_dir") from error
+            raise FileMissing(f"{path} cannot be read: {error.strerror}; use another results_dir") from error
         except ValueError as error:
             why = f"is not readable as JSON ({error}); remove it, the samples beside it are kept"
             raise UnreadableRecord(f"{path} {why}") from error

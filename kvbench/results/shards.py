@@ -29,9 +29,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from kvbench.config import durable
+from kvbench.errors import SettingValue
 from kvbench.results.journal import Journal, RunLocked, is_held, run_lock
 from kvbench.results.lines import journal_lines
 from kvbench.results.record import RunRecord, UnreadableRecord
+from kvbench.results.refusals import OtherRun
 from kvbench.results.sample import Key, SampleRecord, key_of
 from kvbench.results.writing import write_error
 from kvbench.rules.files import open_regular
@@ -60,7 +62,9 @@ class Shard:
             return None
         match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", value) if isinstance(value, str) else None
         if match is None or not 1 <= int(match[1]) <= int(match[2]):
-            raise ValueError(f"shard={value} is no part of a run; write i/n, from 1/n to n/n, for example shard=2/4")
+            raise SettingValue(
+                f"shard={value} is no part of a run; write i/n, from 1/n to n/n, for example shard=2/4", setting="shard"
+            )
         return cls(int(match[2]), int(match[1]))
 
     def __str__(self) -> str:
@@ -157,7 +161,7 @@ def check_parts(run: Path, digest: str) -> None:
         with suppress(UnreadableRecord):
             part_record = RunRecord.load(part)
             if part_record is not None and part_record.hash and part_record.hash != digest:
-                raise ValueError(f"{part} holds a part of another run; move it away, or use another results_dir")
+                raise OtherRun(f"{part} holds a part of another run; move it away, or use another results_dir")
 
 
 def load_record(part: Path, say: Callable[[str], None]) -> RunRecord | None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from kvbench.config import durable
+from kvbench.errors import FileContent
 from kvbench.results.journal import is_held, run_lock
 from kvbench.results.record import now
 from kvbench.results.typed import MAX_BYTES, Misfit, parse, read_json
@@ -193,4 +194,4 @@ def _load(path: Path, kind: type[Kind]) -> Kind:
     try:
         return parse(read_json(read_regular(path, MAX_BYTES)), kind)
     except Misfit as error:
-        raise ValueError(f"{path} is no record of a sweep ({error}); remove its folder") from error
+        raise FileContent(f"{path} is no record of a sweep ({error}); remove its folder") from error

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.config import durable
+from kvbench.errors import FileMissing, KvbenchError
 from kvbench.results.typed import Misfit, parse
 
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
 
-class JournalError(ValueError):
+class JournalError(KvbenchError, code="write-failed"):
     """A result could not be written; what is on disk stays valid."""
 
 
@@ -90,7 +91,7 @@ def check_writable(folder: Path, setting: str) -> None:
             why = f"{path} is not writable"
         break
     if why:
-        raise ValueError(f"{setting}={folder} cannot be written: {why}; give another folder")
+        raise FileMissing(f"{setting}={folder} cannot be written: {why}; give another folder", setting=setting)
 
 
 # A temporary file is `.NAME.PID-TOKEN.tmp`, and locked as long as its writer lives.
@@ -179,10 +180,10 @@ def write_file(path: Path, data: bytes) -> None:
         durable.make_folder(target.parent)
         status = os.stat(target) if os.path.lexists(target) else None
     except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror}; give another path") from error
+        raise FileMissing(f"cannot write {path}: {error.strerror}; give another path") from error
     if status is not None and not stat.S_ISREG(status.st_mode):
         kind = "a folder" if stat.S_ISDIR(status.st_mode) else "no regular file"
-        raise ValueError(f"cannot write {path}: it is {kind}; give another path")
+        raise FileMissing(f"cannot write {path}: it is {kind}; give another path")
     write_atomic(target, data, mode=None if status is None else stat.S_IMODE(status.st_mode))
 
 
@@ -201,7 +202,7 @@ def write_files(root: Path, contents: Mapping[Path, bytes]) -> list[Path]:
     base = Path(os.path.realpath(root))
     for path in contents:
         if base not in (target := Path(os.path.realpath(path))).parents:
-            raise ValueError(f"cannot write {path}: it is {target}, which is not below {root}; give another folder")
+            raise FileMissing(f"cannot write {path}: it is {target}, which is not below {root}; give another folder")
     for path, content in contents.items():
         write_file(path, content)
     return list(contents)

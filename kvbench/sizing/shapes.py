@@ -12,7 +12,7 @@ import torch
 from kvbench.cache.layout import ModelShape, StoreOptions
 from kvbench.config.files import package_folder
 from kvbench.config.settings import as_dict, read_config
-from kvbench.errors import UnsupportedModel, check_name, unknown_name
+from kvbench.errors import NameUnknown, SettingValue, UnsupportedModel, check_name, unknown_name
 from kvbench.kernels.operands import Window
 from kvbench.policy.budget import read_size
 from kvbench.rules import Number, Whole
@@ -91,7 +91,7 @@ def sized(
     for size in SIZES:
         Whole(1, 2**16).check(f"{size} of {name}", sizes[size])
     if q_heads % kv_heads:
-        raise ValueError(f"{name}: {q_heads} query heads cannot share {kv_heads} KV heads evenly")
+        raise UnsupportedModel(f"{name}: {q_heads} query heads cannot share {kv_heads} KV heads evenly")
     shape = ModelShape(
         num_layers=layers,
         num_q_heads=q_heads,
@@ -124,7 +124,9 @@ def size_of_weights(key: str, value: object) -> float:
     """Read a setting that is the bytes of weights: a number, or text such as 4.5GiB; ValueError for others."""
     size = read_size(value) if isinstance(value, str) else value
     if not Number(0, above=True).fits(size):
-        raise ValueError(f"{key}={value!r} is no number of bytes; write one, or text such as 4.5GiB")
+        raise SettingValue(
+            f"{key}={value!r} is no number of bytes; write one, or text such as 4.5GiB", setting=key.partition(" ")[0]
+        )
     return float(size)  # type: ignore[arg-type]  # a number fits
 
 
@@ -152,7 +154,9 @@ def find_shape(model: object) -> NamedShape:
     file = path if path.suffix.lower() == ".gguf" else path / "config.json"
     if not file.is_file():
         error = unknown_name("model", name, presets())
-        raise ValueError(f"{error} A config.json, a folder that holds one, and a .gguf file are taken too.")
+        raise NameUnknown(
+            f"{error} A config.json, a folder that holds one, and a .gguf file are taken too.", setting="model"
+        )
     from kvbench.engine.supported import REMEDY
 
     try:

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kvbench.config.settings import read_settings
-from kvbench.errors import unknown_name
+from kvbench.errors import SettingsConflict, Unsupported, unknown_name
 from kvbench.rules import modes
 from kvbench.tasks.files import DataFile, check_folder
 from kvbench.tasks.protocol import Protocol
@@ -94,17 +94,19 @@ def load_task(
     """
     task = _with_data(task_cfg)
     if model.tokenizer is None:
-        raise ValueError(
-            f"task={task_cfg.get('name')} needs a tokenizer and model {model.name} has none; choose another model"
+        raise Unsupported(
+            f"task={task_cfg.get('name')} needs a tokenizer and model {model.name} has none; choose another model",
+            setting="task",
         )
     ask = Ask(model, Limit.read(limit), seed, Protocol.from_mapping(protocol))
     with _modes_kept(task_cfg):
         loaded = task.load(ask)
     if ask.protocol.chat_setting and not any(request.thoughts or request.choices for request in loaded.requests):
-        raise ValueError(
+        raise SettingsConflict(
             f"{ask.protocol.chat_setting} needs a chat, and task={loaded.name} asks none here; set "
             "protocol.chat_template=always with a model that has a chat template, take a form of the task or subsets "
-            "that are asked as a chat, or leave it at null"
+            "that are asked as a chat, or leave it at null",
+            setting=ask.protocol.chat_setting.partition("=")[0],
         )
     return loaded
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from datetime import datetime, tzinfo
 from typing import TYPE_CHECKING, Any
 
+from kvbench.errors import Unsupported
 from kvbench.rules import is_half
 from kvbench.tasks.bounds import OutOfTime, memory_limit, time_limit
 from kvbench.tasks.protocol import Protocol
@@ -25,11 +26,11 @@ _ANSWER = "kvbenchanswer"  # stands for an answer, whose tokens are the model's 
 _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
 
 
-class NoSystemMessage(ValueError):
+class NoSystemMessage(Unsupported):
     """A chat template has none; `why` says what it does with one."""
 
     def __init__(self, text: str, why: str) -> None:
-        super().__init__(text)
+        super().__init__(text, setting="protocol.system")
         self.why = why
 
 
@@ -41,9 +42,10 @@ def check_template(model: "LoadedModel", protocol: Protocol) -> None:
             rendered, drops the message, a part of it or what the system says, or writes something else at each start.
     """
     if protocol.thinking is not None and "enable_thinking" not in str(model.tokenizer.chat_template):
-        raise ValueError(
+        raise Unsupported(
             f"protocol.thinking={str(protocol.thinking).lower()}, but the chat template of model {model.name} has no "
-            "switch enable_thinking; leave protocol.thinking=null, or choose a model that has one"
+            "switch enable_thinking; leave protocol.thinking=null, or choose a model that has one",
+            setting="protocol.thinking",
         )
     shown = render_chat(model, [{"role": "user", "content": _SAID}], protocol)
     if _words(_SAID) not in _words(shown):  # some write it in capitals, or part its lines otherwise
@@ -124,9 +126,10 @@ def _words(text: str) -> str:
     return " ".join(text.casefold().split())
 
 
-def _faulty(model: "LoadedModel", fault: str) -> ValueError:
-    return ValueError(
-        f"the chat template of model {model.name} {fault}; set protocol.chat_template=never, or repair the template"
+def _faulty(model: "LoadedModel", fault: str) -> Unsupported:
+    return Unsupported(
+        f"the chat template of model {model.name} {fault}; set protocol.chat_template=never, or repair the template",
+        setting="protocol.chat_template",
     )
 
 
@@ -172,9 +175,10 @@ def between(model: "LoadedModel", said: str, protocol: Protocol) -> str:
 def require_template(model: "LoadedModel") -> None:
     """Raises ValueError for `protocol.chat_template=always` with a model that has no chat template."""
     if not model.chat_template:
-        raise ValueError(
+        raise Unsupported(
             f"protocol.chat_template=always, but the tokenizer of model {model.name} has no chat template; use auto or "
-            "never, or an instruction-tuned model"
+            "never, or an instruction-tuned model",
+            setting="protocol.chat_template",
         )
 
 

@@ -6,6 +6,7 @@ from os.path import commonprefix
 from typing import TYPE_CHECKING
 
 from kvbench.engine.requests import Request
+from kvbench.errors import PromptLength
 from kvbench.tasks.taskset import TaskSet
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def choice_request(
     # The last token of a continuation is only predicted, never read.
     room = model.max_tokens - longest
     if not shortest or room < 2:
-        raise ValueError(
+        raise PromptLength(
             f"{sample_id}: a continuation of {longest if shortest else 0} tokens cannot be scored: it must have at "
             f"least one token and leave room for a prompt in the {model.max_tokens} tokens of model {model.name}"
         )

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvbench.tasks.files import DataFile, first_on_hub, in_folder, network_fault
+from kvbench.errors import FileContent, FileMissing
+from kvbench.tasks.files import DataFile, MissingDataError, first_on_hub, in_folder, network_fault
 from kvbench.tasks.rows import read_rows
 
 MANIFEST = "kvbench-data.json"
@@ -59,7 +60,7 @@ def read_manifest(folder: Path) -> dict[str, dict]:
         files = json.loads(path.read_text(encoding="utf-8"))["files"]
         return {name: dict(item) for name, item in files.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); delete it and fetch the data again") from error
+        raise FileContent(f"{path} cannot be read ({error}); delete it and fetch the data again") from error
 
 
 def check_file(file: DataFile, folder: Path, manifest: Mapping[str, dict], partial_data: bool = False) -> Report:
@@ -96,7 +97,7 @@ def check_file(file: DataFile, folder: Path, manifest: Mapping[str, dict], parti
 def check_copy(folder: Path, manifest: Mapping[str, dict]) -> list[Report]:
     """Check a copy of a whole repository against what its fetch noted."""
     if not manifest:
-        raise ValueError(
+        raise FileMissing(
             f"{folder} has no {MANIFEST} to compare with; only copies that `kvbench data to=` made of this "
             "task can be checked"
         )
@@ -147,7 +148,7 @@ class Fetch:
             commit = _commit(repo)
             snapshot_download(repo, repo_type="dataset", revision=commit, local_dir=self.folder)
         except Exception as error:
-            raise ValueError(
+            raise MissingDataError(
                 f"the data set {repo} cannot be fetched ({network_fault(error)}); gated data needs the consent of its "
                 "page and `hf auth login`"
             ) from error
@@ -170,7 +171,7 @@ class Fetch:
         if hub_reachable():
             return
         why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "it does not answer from this machine"
-        raise ValueError(
+        raise MissingDataError(
             f"task={self.task} cannot be fetched: the hub cannot be reached ({why}). Run this command where there is a "
             f"network and copy the folder here.{by_hand}"
         )
@@ -186,7 +187,7 @@ def _from_hub(file: DataFile) -> tuple[bytes, str]:
 
     result = first_on_hub(file, get)
     if isinstance(result, str):
-        raise ValueError(f"{file.name} cannot be fetched ({result}). By hand: {file.by_hand}")
+        raise MissingDataError(f"{file.name} cannot be fetched ({result}). By hand: {file.by_hand}")
     source, repo = result
     return b"".join(line + b"\n" for line in source.lines), f"{repo} at {commits[repo]}"
 
@@ -224,4 +225,4 @@ def _from_url(file: DataFile) -> tuple[bytes, str]:
             return gzip.decompress(stream.read()), file.url
     except (urllib.error.URLError, OSError, EOFError) as error:
         reason = getattr(error, "reason", error)
-        raise ValueError(f"{file.url} cannot be fetched ({reason}). By hand: {file.by_hand}") from error
+        raise MissingDataError(f"{file.url} cannot be fetched ({reason}). By hand: {file.by_hand}") from error

@@ -6,6 +6,7 @@ from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
+from kvbench.errors import FileContent, FileMissing, KvbenchError
 from kvbench.tasks.formats import READ, find_source, lines_of, source_of, unread
 from kvbench.tasks.rows import RowCheck, Rows, Source, file_lines, read_rows
 
@@ -62,7 +63,7 @@ class DataFile:
         return self.part or self.name
 
 
-class MissingDataError(ValueError):
+class MissingDataError(KvbenchError, code="data-missing"):
     """Data is neither on this machine nor to be had from it; the message holds the command that gets it.
 
     Args:
@@ -150,9 +151,10 @@ def in_folder(file: DataFile, folder: str | None) -> Source | str:
         return "task.data_dir (not set)"
     root = Path(folder).expanduser()
     if not root.is_dir():
-        raise ValueError(
+        raise FileMissing(
             f"task.data_dir={folder} is not a folder (looked for {root.absolute()}); give the folder that holds "
-            f"{file.name}.jsonl"
+            f"{file.name}.jsonl",
+            setting="task.data_dir",
         )
     listed = [file.list_file] if file.list_file else []
     for base in (root, root / file.task):  # a folder of the task's own, so that one word serves a sweep over tasks
@@ -167,8 +169,9 @@ def in_folder(file: DataFile, folder: str | None) -> Source | str:
     left = {path: step for base in folders for path, step in unread(base, file.stems).items()}
     for path, step in left.items():
         if any(path.name.startswith(f"{stem}.") for stem in file.stems):
-            raise ValueError(
-                f"task.data_dir={folder} has {path}, which is not read: {step} (rows are read from {READ})"
+            raise FileContent(
+                f"task.data_dir={folder} has {path}, which is not read: {step} (rows are read from {READ})",
+                setting="task.data_dir",
             )
     names = " or ".join([*(f"{stem}.jsonl" for stem in file.stems), *listed])
     at_hand = "".join(f"; at hand is {path}: {step}" for path, step in left.items())

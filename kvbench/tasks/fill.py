@@ -2,17 +2,20 @@
 
 from collections.abc import Callable
 
+from kvbench.errors import SettingValue
+
 # A prompt this close to the wanted length is accepted without another round of counting.
 LENGTH_SLACK_TOKENS = 4
 
 
-class TooShort(ValueError):
+class TooShort(SettingValue):
     """A length in tokens that a prompt does not fit into even without filler, with which it takes `needed`."""
 
     def __init__(self, length: int, needed: int) -> None:
         super().__init__(
             f"task.length={length} is too short: a prompt takes {needed} tokens without any filler; raise it to at "
-            "least that"
+            "least that",
+            setting="task.length",
         )
         self.needed = needed
 

@@ -16,6 +16,7 @@ from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, NoReturn, cast
 
+from kvbench.errors import FileContent
 from kvbench.tasks.rows import Source, file_lines, stream_lines
 
 PACKERS: dict[str, Callable[[IO[bytes]], IO[bytes]]] = {
@@ -59,13 +60,13 @@ def source_of(path: Path, stems: Sequence[str] = (), *, one_row: bool = False) -
         with zipfile.ZipFile(path) as archive:
             members = [name for name in archive.namelist() if is_rows(name) and not name.startswith("__MACOSX/")]
     except (zipfile.BadZipFile, OSError) as error:
-        raise ValueError(f"{path} cannot be read as a zip archive ({error}); delete it and fetch it again") from error
+        raise FileContent(f"{path} cannot be read as a zip archive ({error}); delete it and fetch it again") from error
     if stems:
         wanted = [f"{stem}{ending}" for stem in stems for ending in _endings()]
         members = [name for want in wanted for name in members if PurePosixPath(name).name == want]
     elif len(members) > 1:
         listed = ", ".join(members[:5])
-        raise ValueError(f"{path} holds {len(members)} files with rows ({listed}); unpack it and name one of them")
+        raise FileContent(f"{path} holds {len(members)} files with rows ({listed}); unpack it and name one of them")
     return Source(f"{path}:{members[0]}", _member_lines(path, members[0], one_row), path) if members else None
 
 
@@ -153,7 +154,9 @@ def _of_parts(paths: Sequence[Path]) -> Source:
     """The rows of a Parquet file in parts, as the hub cuts large ones."""
     whole = int(paths[0].stem.rpartition("-")[2])
     if len(paths) != whole:
-        raise ValueError(f"{paths[0].parent} holds {len(paths)} of the {whole} parts of {paths[0].name}; copy them all")
+        raise FileContent(
+            f"{paths[0].parent} holds {len(paths)} of the {whole} parts of {paths[0].name}; copy them all"
+        )
     return Source(str(paths[0]), chain.from_iterable(map(lines_of, paths)), paths[0])
 
 
@@ -178,7 +181,7 @@ def _lines_in(name: str, file_name: str, stream: IO[bytes], one_row: bool) -> It
     elif path.suffix == ".json":
         yield from _document(name, stream.read(), one_row)
     elif path.suffix == ".arrow":
-        raise ValueError(f"{name} is an Arrow file in an archive, where it cannot be read; unpack it")
+        raise FileContent(f"{name} is an Arrow file in an archive, where it cannot be read; unpack it")
     else:
         yield from stream_lines(stream)
 
@@ -196,9 +199,9 @@ def _document(name: str, content: bytes, one_row: bool) -> Iterator[bytes]:
         if not content.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
             yield from lines  # each is named by what is wrong with it
             return
-        raise ValueError(f"{name} cannot be read as JSON ({error}); fetch or copy it again") from error
+        raise FileContent(f"{name} cannot be read as JSON ({error}); fetch or copy it again") from error
     if not isinstance(rows, list) and not one_row:
-        raise ValueError(f"{name} must be a list of rows, it is {type(rows).__name__}; fetch or copy it again")
+        raise FileContent(f"{name} must be a list of rows, it is {type(rows).__name__}; fetch or copy it again")
     if len(full) == 1 and isinstance(rows, dict):
         yield from lines
     else:
@@ -215,7 +218,9 @@ def _is_json(line: bytes) -> bool:
 
 def _dumped(name: str, rows: Iterable[Any]) -> Iterator[bytes]:
     def refuse(value: object) -> NoReturn:
-        raise ValueError(f"{name} has a value of type {type(value).__name__}, which is no JSON; write its rows as JSON")
+        raise FileContent(
+            f"{name} has a value of type {type(value).__name__}, which is no JSON; write its rows as JSON"
+        )
 
     for row in rows:
         yield json.dumps(row, default=refuse).encode()
@@ -230,4 +235,4 @@ def _named(name: str, kind: str) -> Iterator[None]:
     except (*broken, RuntimeError, ValueError) as error:
         if str(error).startswith(name):
             raise
-        raise ValueError(f"{name} cannot be read as {kind} ({error}); fetch or copy it again") from error
+        raise FileContent(f"{name} cannot be read as {kind} ({error}); fetch or copy it again") from error

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
+from kvbench.errors import PackageMissing
+
 # A paragraph shorter than this reads like a heading or a caption and breaks the prose.
 MIN_PARAGRAPH_WORDS = 25
 # Code, grammars and tables are dropped by their share of characters that prose does not use.
@@ -26,7 +28,7 @@ def paragraphs() -> tuple[str, ...]:
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
-        raise ValueError(
+        raise PackageMissing(
             "the text of generated prompts comes from the module pydoc_data of the Python standard library, and "
             "this interpreter has none; install the full standard library (Debian: libpython3-stdlib), or run another "
             "task"

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvbench.errors import FileContent, FileMissing, SettingsConflict, SettingValue
 from kvbench.tasks.haystack import paragraphs
 from kvbench.tasks.prompts import decode
 from kvbench.tasks.protocol import Protocol
@@ -34,16 +35,19 @@ def read_text(file: object) -> LongText:
         return LongText("\n\n".join(paragraphs()), BUILT_IN)
     path = Path(str(file)).expanduser()
     if not path.is_file():
-        raise ValueError(
+        raise FileMissing(
             f"task.file={file} is not a file (looked for {path.absolute()}); give the path of a text file, or null for "
-            "text of kvbench's own"
+            "text of kvbench's own",
+            setting="task.file",
         )
     try:
         content = path.read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"task.file={file} cannot be read as UTF-8 text ({error}); save it as UTF-8") from error
+        raise FileContent(
+            f"task.file={file} cannot be read as UTF-8 text ({error}); save it as UTF-8", setting="task.file"
+        ) from error
     if not content.strip():
-        raise ValueError(f"task.file={file} holds no text; give another file")
+        raise FileContent(f"task.file={file} holds no text; give another file", setting="task.file")
     return LongText(content, path.name)
 
 
@@ -73,9 +77,10 @@ def passages(
     ids = model.tokenizer.encode(text.content, add_special_tokens=False)
     count = len(ids) // step - start if items is None else items
     if count < 1 or len(ids) < (start + count) * step:
-        raise ValueError(
+        raise SettingValue(
             f"the text {text.origin} has {len(ids)} tokens, and {items or 1} pieces of {step} take "
-            f"{(start + (items or 1)) * step}; lower task.items or task.tokens, or give a longer text as task.file"
+            f"{(start + (items or 1)) * step}; lower task.items or task.tokens, or give a longer text as task.file",
+            setting="task.items",
         )
     result = []
     for number in range(start, start + count):
@@ -89,12 +94,13 @@ def passages(
 def check_no_question(name: str, protocol: Protocol) -> None:
     """Raises ValueError for a protocol with settings of questions or chats, of a task that has none."""
     if not protocol.query_aware:
-        raise ValueError(
+        raise SettingsConflict(
             f"protocol.query_aware=false compresses before a question is seen, and task={name} asks none; leave it at "
-            "true"
+            "true",
+            setting="protocol.query_aware",
         )
     if protocol.chat_template == "always" or protocol.chat_setting or protocol.system is not None:
-        raise ValueError(
+        raise SettingsConflict(
             f"task={name} goes on with plain text, without a chat or anything before it; leave "
             "protocol.chat_template=auto, and protocol.system, protocol.thinking and protocol.thinking_tokens at null"
         )

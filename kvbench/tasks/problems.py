@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from kvbench.engine.requests import Request
+from kvbench.errors import FileContent, SettingsConflict
 from kvbench.rules import Choice
 from kvbench.tasks.lmeval import load_lmeval_tasks, scorer_of
 from kvbench.tasks.prompts import PromptBuilder, PromptRules
@@ -103,10 +104,11 @@ class Problems(Task):
         super().__post_init__()
         form = self.protocol_notes().get("form")
         if self.instruction is not None and form not in self.instructions:
-            raise ValueError(
+            raise SettingsConflict(
                 f"task.instruction={self.instruction} needs prompts with an instruction beside the problem, and those "
                 f"of task={self.name} task.form={form} have none; leave task.instruction=null, or set "
-                f"task.form={' or '.join(self.instructions)}"
+                f"task.form={' or '.join(self.instructions)}",
+                setting="task.instruction",
             )
 
     @property
@@ -174,13 +176,13 @@ class Problems(Task):
                 if builder.opens_thoughts(request):
                     opened.add(request.sample_id)
         if not requests and not quarantined:
-            raise ValueError(
+            raise SettingsConflict(
                 f"task={self.name} has no row among those that limit={ask.limit and ask.limit.setting} and its other "
                 "settings choose; choose more of them"
             )
         if not requests:
             first = quarantined[-1]
-            raise ValueError(
+            raise FileContent(
                 f"task={self.name} has no row that answers can be graded against; the last, {first['file']}:"
                 f"{first['line']}: {first['reason']}; compare the file with its release, or raise limit"
             )
@@ -212,10 +214,11 @@ class Problems(Task):
         prompt, border = task.doc_to_text(doc), len(doc["context"])
         prompt = self.moved.move(prompt) if self.moved else prompt
         if not border and not builder.protocol.query_aware:
-            raise ValueError(
+            raise SettingsConflict(
                 f"protocol.query_aware=false needs a prompt with a context before its question, and the prompts of "
                 f"task={self.name} have none in this form; set protocol.query_aware=true, or take a few-shot "
-                "form where the task has one"
+                "form where the task has one",
+                setting="protocol.query_aware",
             )
         border = border or len(prompt)
         return builder.build(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvbench.engine.answer import END_OF_THOUGHT, THINK
 from kvbench.engine.requests import Request, Thoughts, Turn
+from kvbench.errors import PromptLength, SettingValue, Unsupported
 from kvbench.tasks.chat import between, check_template, render_chat, require_template, system_messages, thinking_label
 from kvbench.tasks.protocol import Protocol
 
@@ -135,18 +136,20 @@ class PromptBuilder:
         self._closing = common_prefix(*(ids[::-1] for ids in both))[::-1]
         self._available = available = self.room_tokens - overhead - RETOKENISE_SLACK_TOKENS
         if available < 2:
-            raise ValueError(
+            raise PromptLength(
                 f"model {model.name} holds {model.max_tokens} tokens, which leaves none for a prompt beside an answer "
-                f"of {self.answer_tokens}; lower protocol.max_new_tokens or choose a model with a longer context"
+                f"of {self.answer_tokens}; lower protocol.max_new_tokens or choose a model with a longer context",
+                setting="protocol.max_new_tokens",
             )
         if (most := fitting(max_prompt_tokens)) is not None:
             max_prompt_tokens = most if most <= self.room_tokens - overhead else available
         assert not isinstance(max_prompt_tokens, str), "the setting was checked"
         if max_prompt_tokens is not None and not 2 <= max_prompt_tokens <= self.room_tokens - overhead:
-            raise ValueError(
+            raise SettingValue(
                 f"task.max_prompt_tokens={max_prompt_tokens} must lie between 2 and {self.room_tokens - overhead}: "
                 f"model {model.name} holds {model.max_tokens} tokens, the answer takes {self.answer_tokens} and the "
-                f"chat template {overhead}; leave it out or write fit:{max_prompt_tokens} to use what the model allows"
+                f"chat template {overhead}; leave it out or write fit:{max_prompt_tokens} to use what the model allows",
+                setting="task.max_prompt_tokens",
             )
         self.max_prompt_tokens = max_prompt_tokens or available
         self._stop_token_ids = tuple(self._plain(text)[-1] for text in rules.stop_tokens)
@@ -188,7 +191,7 @@ class PromptBuilder:
         room, whole = self.room_tokens - later, (context, question)
         limit = min(self.max_prompt_tokens, self._available - later) if later else self.max_prompt_tokens
         if limit < 2:
-            raise ValueError(
+            raise PromptLength(
                 f"{sample_id}: the turns of the conversation and their answers take up to {later} tokens of the "
                 f"{self.model.max_tokens} of model {self.model.name}, and leave none for a prompt; shorten them, or "
                 "lower protocol.max_new_tokens"
@@ -229,12 +232,12 @@ class PromptBuilder:
             meta=meta or {},
         )
 
-    def _no_room(self, sample_id: str, prefix: str, room: int) -> ValueError:
+    def _no_room(self, sample_id: str, prefix: str, room: int) -> PromptLength:
         """The error of a prompt that is too long even without its text: names what takes the room."""
         around, begun = self.count("a", prefix) - 1, len(self._plain(prefix)) if prefix else 0
         parts = [f"task.answer_prefix {begun}"] if begun else []
         parts += [f"the chat template, protocol.system and the tokenizer's special tokens {max(around - begun, 0)}"]
-        return ValueError(
+        return PromptLength(
             f"{sample_id}: around its text, the prompt has {around} tokens ({', '.join(parts)}), and model "
             f"{self.model.name} has room for {room}: it holds {self.model.max_tokens}, and what follows takes "
             f"{self.model.max_tokens - room}; shorten what is long, lower protocol.max_new_tokens or choose a model "
@@ -254,10 +257,11 @@ class PromptBuilder:
     def check_prefix(self) -> None:
         """Raises ValueError where the beginning of an answer would stand inside the thoughts of a model."""
         if self.chat and opens_thoughts(self.tokenizer, self._encode(self._wrap("a"))):
-            raise ValueError(
+            raise Unsupported(
                 f"the chat template of model {self.model.name} begins the answer with thoughts, and the answer's "
                 "prefix would stand inside them; set task.answer_prefix=false, or protocol.thinking=false where the "
-                "template has that switch"
+                "template has that switch",
+                setting="task.answer_prefix",
             )
 
     def opens_thoughts(self, request: Request) -> bool:
@@ -343,9 +347,10 @@ class PromptBuilder:
         # Templates may strip the message, never change its inside.
         start = rendered.find(text.strip())
         if start < 0:
-            raise ValueError(
+            raise Unsupported(
                 "protocol.query_aware=false needs the prompt inside the chat template unchanged, but the template of "
-                f"model {self.model.name} alters it; set protocol.chat_template=never"
+                f"model {self.model.name} alters it; set protocol.chat_template=never",
+                setting="protocol.query_aware",
             )
         before = rendered[: start + max(len(context) - (len(text) - len(text.lstrip())), 0)]
         border = len(commonprefix([self._encode(before), ids]))

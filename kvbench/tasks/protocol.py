@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from kvbench.config.settings import read_settings
+from kvbench.errors import SettingsConflict
 from kvbench.rules import DAY, Choice, Number, Text, Whole, check_settings
 
 CHAT_TEMPLATE = ("auto", "always", "never")
@@ -48,19 +49,22 @@ class Protocol:
     def __post_init__(self) -> None:
         check_settings(self, "protocol.")
         if self.thinking is not None and self.chat_template == "never":
-            raise ValueError(
+            raise SettingsConflict(
                 f"protocol.thinking={str(self.thinking).lower()} sets a switch of the chat template, and "
-                "protocol.chat_template=never uses none; change one of the two"
+                "protocol.chat_template=never uses none; change one of the two",
+                setting="protocol.thinking",
             )
         if self.thinking_tokens is not None and (self.chat_template == "never" or self.thinking is False):
-            raise ValueError(
+            raise SettingsConflict(
                 f"protocol.thinking_tokens={self.thinking_tokens} bounds thoughts, and there are none with "
-                "protocol.chat_template=never or protocol.thinking=false; change one of the two"
+                "protocol.chat_template=never or protocol.thinking=false; change one of the two",
+                setting="protocol.thinking_tokens",
             )
         if self.num_samples > 1 and self.temperature == 0:
-            raise ValueError(
+            raise SettingsConflict(
                 f"protocol.num_samples={self.num_samples} with temperature=0 would give the same answer "
-                f"{self.num_samples} times; set protocol.temperature above 0 or protocol.num_samples=1"
+                f"{self.num_samples} times; set protocol.temperature above 0 or protocol.num_samples=1",
+                setting="protocol.num_samples",
             )
 
     @property

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvbench.errors import FileContent
 from kvbench.rules import is_half
 
 # Takes the JSON object of one line; gives the row, or raises ValueError with the reason why it is none.
@@ -110,9 +111,9 @@ def read_rows(source: Source, check: RowCheck, max_line_bytes: int | None = None
             quarantined.append({"file": source.name, "line": index + 1, "reason": str(error)})
     if not rows:
         if not quarantined:
-            raise ValueError(f"{source.name} holds no rows; fetch or copy it again")
+            raise FileContent(f"{source.name} holds no rows; fetch or copy it again")
         first = quarantined[0]
-        raise ValueError(
+        raise FileContent(
             f"all {len(quarantined)} rows of {source.name} are broken; the first, line {first['line']}: "
             f"{first['reason']}; mend the rows, or fetch the file again"
         )

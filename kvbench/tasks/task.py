@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from kvbench.engine.requests import Request
+from kvbench.errors import SettingValue, Unsupported
 from kvbench.rules import Choice, Form, Several, Text, Whole, check_settings
 from kvbench.tasks.files import DataFile, at_hand
 from kvbench.tasks.prompts import fitting
@@ -90,9 +91,10 @@ class Limit:
         match = re.fullmatch(r"(?:(first|after):)?(\d{1,9})", value) if isinstance(value, str) else None
         count = int(match[2]) if match else value
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ValueError(
+            raise SettingValue(
                 f"limit={value!r} is no number of samples; write a whole number for a random sample of each subset, "
-                "first:20 for the first 20, after:20 for all but these, or null for all samples"
+                "first:20 for the first 20, after:20 for all but these, or null for all samples",
+                setting="limit",
             )
         return cls(count, **({match[1]: True} if match and match[1] else {}))
 
@@ -135,9 +137,10 @@ class Ask:
             ValueError: The limit leaves out the first of a file's rows, and there is no file.
         """
         if self.limit and self.limit.after:
-            raise ValueError(
+            raise Unsupported(
                 f"limit={self.limit.setting} leaves out the first rows of a file, and this task makes its prompts; "
-                "write a whole number"
+                "write a whole number",
+                setting="limit",
             )
         return min(wanted, self.limit.count) if self.limit else wanted
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import scipy.stats
+from refusals import refused
 from stored import store
 
 from kvbench.cli.commands import compose_command
@@ -88,7 +89,7 @@ def test_two_tasks_that_rank_alike_or_not(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert alike.words in shown and "resampled by themselves" in shown
     assert (tmp_path / "ranks.csv").read_text().count("\n") == 4
-    with pytest.raises(ValueError, match=r"at_bytes=25 is for two measures; .*leave it out"):
+    with refused("settings-conflict", "at_bytes", "at_bytes=25"):
         compose_and_check(["metrics=score", "at_bytes=25"])
 
 

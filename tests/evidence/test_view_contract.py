@@ -6,6 +6,7 @@ import io
 
 import pytest
 from omegaconf import OmegaConf
+from refusals import refused
 from rich.text import Text
 from stored import store
 
@@ -50,7 +51,7 @@ def test_figures_and_csv_lie_in_one_folder(tmp_path, capsys):
     assert written == {"mine.csv": csv_of(frame_of(ROWS)), "x_y_z.png": b"picture"}
     out = capsys.readouterr().out
     assert "\n! a note\n" in out and f"{tmp_path}/mine/mine.csv" in out
-    with pytest.raises(ValueError, match="kinds=gif"):
+    with refused("name-unknown", "kinds", "kinds=gif"):
         view()(settings(tmp_path / "nowhere", kinds="gif"))
 
 

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from refusals import refused
 from stored import store
 
 from kvbench import tasks
@@ -51,7 +52,7 @@ def test_a_claim_that_its_task_does_not_make_is_named_and_not_used(tmp_path, cap
     record = json.loads(path.read_text())
     claim(record)
     path.write_text(json.dumps(record))
-    with pytest.raises(ValueError, match="claims"):
+    with refused("file-content", None, "run.json claims"):
         RunRecord.load(folder)
     out = tmp_path / "out.csv"
     assert main(["compare", f"results_dir={tmp_path}", "resamples=200", f"out={out}"]) == 0

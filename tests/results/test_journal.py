@@ -10,11 +10,12 @@ from contextlib import closing
 import pytest
 from fake_parts import record
 from places import ROOT
+from refusals import refused
 from selection import few
 
-from kvbench.results.journal import Journal, RunLocked, run_lock
+from kvbench.results.journal import Journal, run_lock
 from kvbench.results.sample import write_line
-from kvbench.results.writing import JournalError, plain, write_atomic
+from kvbench.results.writing import plain, write_atomic
 
 RUN = "5" * 64
 
@@ -75,7 +76,7 @@ def test_a_line_that_cannot_be_moved_stays(tmp_path, monkeypatch, call):
     def full(*given):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with monkeypatch.context() as patch, pytest.raises(JournalError, match="the disk is full"):
+    with monkeypatch.context() as patch, refused("write-failed", None, "disk is full"):
         patch.setattr("kvbench.results.journal.copy_lines" if call == "write" else "os.fsync", full)
         Journal(path, run=RUN)
     assert path.read_bytes() == whole
@@ -113,7 +114,7 @@ def test_journal_survives_a_full_disk(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "write", full)
-    with pytest.raises(JournalError, match="the disk is full; free some space, then give the same command again"):
+    with refused("write-failed", None, "disk is full"):
         journal.append(record(1))
     monkeypatch.setattr(os, "write", real)
     assert path.read_bytes() == write_line(record(0), RUN)
@@ -130,7 +131,7 @@ def test_atomic_write_keeps_the_old_file(tmp_path, monkeypatch):
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(JournalError, match=r"run.json: Input/output error"):
+    with refused("write-failed", None, "run.json: Input/output error"):
         write_atomic(path, b"new and longer")
     assert path.read_bytes() == b"old"
     assert [item.name for item in tmp_path.iterdir()] == ["run.json"]
@@ -155,7 +156,7 @@ def test_lock_between_processes(tmp_path):
     holder = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert holder.stdout.readline() == "held\n"
-        with pytest.raises(RunLocked, match=f"is being worked on by process {holder.pid}"), run_lock(tmp_path / "run"):
+        with refused("run-locked", None, f"process {holder.pid}"), run_lock(tmp_path / "run"):
             pass
         told = []
 

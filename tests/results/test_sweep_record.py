@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from refusals import refused
 
 from kvbench.results.sweep import Sweep, sweeps
 
@@ -61,5 +62,5 @@ def test_no_record_of_a_sweep(tmp_path):
     folder = tmp_path / ".multirun" / "x"
     folder.mkdir(parents=True)
     (folder / "sweep.json").write_text('{"jobs": 3}')
-    with pytest.raises(ValueError, match="is no record of a sweep"):
+    with refused("file-content", None, "sweep.json", "jobs"):
         Sweep(folder).record()

@@ -9,12 +9,13 @@ import sys
 
 import pytest
 from places import ROOT
+from refusals import refused
 
 from kvbench.config import durable
 from kvbench.results import writing
 from kvbench.results.journal import Journal, run_lock
 from kvbench.results.record import RunRecord
-from kvbench.results.writing import JournalError, check_writable, write_atomic, write_file, write_files
+from kvbench.results.writing import check_writable, write_atomic, write_file, write_files
 
 
 def names(folder):
@@ -30,10 +31,7 @@ def test_a_lock_that_is_a_link_is_refused(tmp_path, is_dangling):
     if not is_dangling:
         victim.write_text("precious")
     (run / ".lock").symlink_to(victim)
-    with (
-        pytest.raises(ValueError, match=r"\.lock is no regular file, and a lock must be one; remove it"),
-        run_lock(run),
-    ):
+    with refused("file-content", None, ".lock", "no regular file"), run_lock(run):
         pass
     assert is_dangling is not victim.exists()
     assert is_dangling or victim.read_text() == "precious"
@@ -42,12 +40,12 @@ def test_a_lock_that_is_a_link_is_refused(tmp_path, is_dangling):
 def test_a_lock_that_is_no_lock_is_refused(tmp_path):
     """A pipe is not waited for, and a file with another content, a second name of a precious one, is not emptied."""
     os.mkfifo(tmp_path / ".lock")
-    with pytest.raises(ValueError, match="is no regular file"), run_lock(tmp_path):
+    with refused("file-content", None, ".lock", "no regular file"), run_lock(tmp_path):
         pass
     (tmp_path / ".lock").unlink()
     (tmp_path / "victim").write_text("precious")
     os.link(tmp_path / "victim", tmp_path / ".lock")
-    with pytest.raises(ValueError, match="is no lock of kvbench: it holds something else"), run_lock(tmp_path):
+    with refused("file-content", None, ".lock", "something else"), run_lock(tmp_path):
         pass
     assert (tmp_path / "victim").read_text() == "precious"
 
@@ -136,7 +134,7 @@ def test_out_refuses_what_is_no_file(tmp_path):
         ("loop", "Too many levels of symbolic links; give another path"),
         ("file/a.csv", "Not a directory; give another path"),
     ):
-        with pytest.raises(ValueError, match=f"cannot write .*{name}: {why}"):
+        with refused("file-missing", None, f"{name}: {why}"):
             write_file(tmp_path / name, b"new")
     assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
     assert names(tmp_path) == ["file", "folder", "link", "loop", "pipe"]
@@ -149,7 +147,7 @@ def test_several_files_lie_below_the_folder_or_none_is_written(tmp_path, name):
     root.mkdir()
     (root / "link").symlink_to(tmp_path / "victim")
     (root / "there").symlink_to(tmp_path)
-    with pytest.raises(ValueError, match="cannot write .* is not below .*out; give another folder"):
+    with refused("file-missing", None, f"below {root}"):
         write_files(root, {root / "good": b"new", root / name: b"new"})
     assert names(root) == ["link", "there"] and names(tmp_path) == ["out"]
     (tmp_path / "linked").symlink_to(root)  # the folder itself may be a link
@@ -181,7 +179,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
         ("nothing", "is a link to nothing"),
         ("x" * 300, "File name too long"),
     ):
-        with pytest.raises(ValueError, match=f"^results_dir=.*{name} cannot be written: .*{why}; give another folder$"):
+        with refused("file-missing", "results_dir", "results_dir=", name, why):
             check_writable(tmp_path / name, "results_dir")
     check_writable(tmp_path / "good" / "deep", "results_dir")
     assert not (tmp_path / "good").exists()
@@ -191,9 +189,9 @@ def test_a_pipe_in_a_run_is_not_waited_for(tmp_path):
     """A pipe under the name of a run's file is an error at once."""
     for name in ("run.json", "samples.jsonl"):
         os.mkfifo(tmp_path / name)
-    with pytest.raises(ValueError, match="run.json cannot be read: it is no regular file"):
+    with refused("file-missing", None, "run.json", "no regular file"):
         RunRecord.load(tmp_path)
-    with pytest.raises(JournalError, match="samples.jsonl: it is no regular file"):
+    with refused("write-failed", None, "samples.jsonl", "no regular file"):
         Journal(tmp_path / "samples.jsonl", run="5")
 
 

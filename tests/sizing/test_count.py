@@ -10,6 +10,7 @@ import torch
 from omegaconf import OmegaConf
 from open_settings import open_settings
 from places import need_extension
+from refusals import refused
 from selection import per_path
 
 import kvbench.policy as kv
@@ -18,7 +19,6 @@ from kvbench.cache.layout import StoreOptions
 from kvbench.cache.store import CompressedStore
 from kvbench.config import files
 from kvbench.config.methods import method_settings
-from kvbench.errors import BrokenRule
 from kvbench.kernels.operands import Window
 from kvbench.methods.diffkv import DiffKV
 from kvbench.runs.parts import make_policy
@@ -235,7 +235,7 @@ class OneHead(Acting):
 
 def test_a_plan_of_another_form_is_refused():
     """As the store refuses it."""
-    with pytest.raises(BrokenRule, match=r"slot has the shape \(1, 3, 1\)"):
+    with refused("method-broken", None, "slot", "(1, 3, 1)"):
         count(OneHead(by_layer), SHAPE, 90, 2, None, is_even=True)
 
 

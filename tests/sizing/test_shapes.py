@@ -10,6 +10,7 @@ import transformers
 import yaml
 from decoders import KINDS, MADE, PROMPT, RUN, run, tiny_model
 from gguf_bytes import write_gguf
+from refusals import refused
 from selection import few
 
 from kvbench.engine.hf import native_cache_bytes
@@ -73,9 +74,9 @@ def test_a_config_json_is_read_as_a_run_reads_it(kind, form, tmp_path):
         check_supported(model)
         shape, states = model_shape(model), States(model, layer_kinds(config).states).row_bytes
     except Exception as error:
-        refused = UnsupportedModel if isinstance(error, UnsupportedModel) else ValueError
+        kind_of_error = UnsupportedModel if isinstance(error, UnsupportedModel) else ValueError
         if kind in transformers.CONFIG_MAPPING and "config" in locals():
-            with pytest.raises(refused, match="config.json|model in"):
+            with pytest.raises(kind_of_error, match="config.json|model in"):
                 find_shape(written(config, tmp_path, form))
         return
     config.dtype = torch.bfloat16
@@ -187,7 +188,7 @@ def test_a_folder_is_a_shape_and_what_is_neither_is_named(tmp_path):
         assert (found.num_layers, found.num_q_heads, found.num_kv_heads, found.head_dim) == (2, 4, 2, 16)
         assert found.dtype == torch.float16 and shape.is_plain and shape.name == tmp_path.name
         assert shape.path == str(tmp_path) and shape.context == 2048
-    with pytest.raises(ValueError, match=r"Did you mean llama3-8b\?.*A config.json"):
+    with refused("name-unknown", "model", "model=llama-3-8b", "mean llama3-8b", "config.json"):
         find_shape("llama-3-8b")
 
 

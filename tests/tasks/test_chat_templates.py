@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+from refusals import refused
 from test_task_prompts import AWARE, CHAT, build
 
 from kvbench.tasks import chat
@@ -62,7 +63,7 @@ def test_the_clock_changes_no_prompt(with_template, monkeypatch) -> None:
 @pytest.mark.parametrize("date", ["26 Jul 2024", "20240726", "2024-7-26", "2024-02-30", "today", "", None, 5, True])
 def test_a_date_is_a_day(date) -> None:
     """Anything but YYYY-MM-DD is refused with an example."""
-    with pytest.raises(ValueError, match=r"protocol.date=.* must be a day, written as YYYY-MM-DD"):
+    with refused("setting-value", "protocol.date", f"protocol.date={date!r}", "YYYY-MM-DD"):
         Protocol.from_mapping({"date": date})
 
 
@@ -80,8 +81,7 @@ def test_a_date_is_a_day(date) -> None:
 )
 def test_faults_of_a_template_name_the_model(with_template, template, reason) -> None:
     """Whatever a template raises becomes one sentence with the model, the reason and a remedy."""
-    message = rf"chat template of model stand-in cannot be rendered \({reason}.*set protocol.chat_template=never"
-    with pytest.raises(ValueError, match=message):
+    with refused("unsupported", "protocol.chat_template", "model stand-in", reason, "protocol.chat_template=never"):
         PromptBuilder(with_template(template), AWARE, CHAT)
 
 
@@ -99,9 +99,7 @@ def test_a_template_without_end_is_stopped(with_template, monkeypatch, template)
     # An alarm inside a finaliser is lost, and the next one counts; pytest's hook would take that one too.
     monkeypatch.setattr(sys, "unraisablehook", lambda told: None)
     begin = time.process_time()
-    with pytest.raises(
-        ValueError, match=r"chat template of model stand-in (takes longer than 0.3 s for a conv|cannot)"
-    ):
+    with refused("unsupported", "protocol.chat_template", "model stand-in"):
         PromptBuilder(with_template(template), AWARE, CHAT)
     assert time.process_time() - begin < 10
 
@@ -121,41 +119,36 @@ def test_a_template_of_gigabytes_is_refused(with_template, template) -> None:
     import resource
 
     before = resource.getrlimit(resource.RLIMIT_AS)
-    with pytest.raises(
-        ValueError, match=r"cannot be rendered \(MemoryError: it asks for more than 1024 MiB\); set proto"
-    ):
+    with refused("unsupported", "protocol.chat_template", "MemoryError", "1024 MiB"):
         PromptBuilder(with_template(template), AWARE, CHAT)
     assert resource.getrlimit(resource.RLIMIT_AS) == before
 
 
 @pytest.mark.parametrize(
-    ("template", "message"),
+    ("template", "shown"),
     [
-        ("hello <s>", "template of model stand-in drops the message .* would be 'hello <s>'; set"),
-        ("{{ messages[0]['content'][:1] }}", "drops the message of the user, or a part of it, so .* be 'T'; set"),
-        ("{{ ' ' * 2000 ~ messages[0]['content'][:1000] }}", "drops the message of the user, or a part of it, so"),
-        (
-            "{{ messages[0]['content'] | replace('fox', 'cat') }}",
-            "drops .* or a part of it, so .* 'The quick brown cat",
-        ),
-        ("{{ messages[0]['content'] }}{{ '\\ud800' }}", "writes half of a character pair, which is no UTF-8"),
-        ("{{ messages[0]['content'] }}{{ lipsum }}", "writes '<function generate_lorem_ipsum at 0x.*', the address of"),
+        ("hello <s>", "would be 'hello <s>'"),
+        ("{{ messages[0]['content'][:1] }}", "would be 'T'"),
+        ("{{ ' ' * 2000 ~ messages[0]['content'][:1000] }}", "would be '      "),
+        ("{{ messages[0]['content'] | replace('fox', 'cat') }}", "would be 'The quick brown cat"),
+        ("{{ messages[0]['content'] }}{{ '\\ud800' }}", "UTF-8"),
+        ("{{ messages[0]['content'] }}{{ lipsum }}", "'<function generate_lorem_ipsum at 0x"),
         (
             "{% for i in range(99999) %}0123456789ab{% endfor %}{{ messages[0]['content'] }}",
-            "makes 1201548 characters of a conversation of 1560; set",
+            "1201548 characters of a conversation of 1560",
         ),
     ],
 )
-def test_a_template_that_makes_no_prompt_is_refused(with_template, template, message) -> None:
+def test_a_template_that_makes_no_prompt_is_refused(with_template, template, shown) -> None:
     """One that drops the message would make all prompts the same; one that repeats itself is named before its text is
     tokenised."""
-    with pytest.raises(ValueError, match=message):
+    with refused("unsupported", "protocol.chat_template", "model stand-in", shown):
         PromptBuilder(with_template(template), AWARE, CHAT)
 
 
 def test_half_a_character_is_no_text() -> None:
     """In a setting, as a byte that is no UTF-8 on the command line becomes one, and in a row of any file; a pair is."""
-    with pytest.raises(ValueError, match=r"protocol.system='.udcff' holds half of a character pair, which is no UTF-8"):
+    with refused("setting-value", "protocol.system", "udcff'", "UTF-8"):
         Protocol.from_mapping({"system": os.fsdecode(b"\xff")})
     assert Protocol.from_mapping({"system": "\U0001f600"}).system
     lines = [b'{"text": ["\\ud83d\\ude00"]}', b'{"text": ["\\ud83d"]}']
@@ -180,9 +173,7 @@ def test_a_template_that_cuts_long_prompts_is_refused(with_template) -> None:
     """Where a prompt is longer than what it shows."""
     model = with_template("{{ messages[0]['content'][:3000] }}")
     assert render_chat(model, [{"role": "user", "content": 2999 * "a"}], Protocol())
-    with pytest.raises(
-        ValueError, match="drops the message of the user, or a part of it, so that a prompt would be 'aaaa"
-    ):
+    with refused("unsupported", "protocol.chat_template", "'aaaa"):
         render_chat(model, [{"role": "user", "content": 3001 * "a"}], Protocol())
 
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 from loaded import loader
+from refusals import refused
 
 from kvbench.tasks import data_files
 from kvbench.tasks.fetch import check_file
-from kvbench.tasks.files import MissingDataError
 
 ROWS = {
     "passkey": {
@@ -102,14 +102,14 @@ def test_files_are_found_checked_and_asked_for(folder, model):
     assert (report.rows, len(report.broken)) == (1, 1)
     assert [file.name for file in data_files({"name": "infinitebench", "subsets": "passkey"})] == ["passkey"]
     Path(folder, "kv_retrieval.jsonl").unlink()
-    with pytest.raises(MissingDataError, match="no data for kv_retrieval.*hf download xinrongzhang2022/InfiniteBench"):
+    with refused("data-missing", None, "kv_retrieval", "hf download xinrongzhang2022/InfiniteBench"):
         load(model, data_dir=folder)
 
 
 def test_an_answer_does_not_begin_inside_thoughts(folder, model, tokenizer, monkeypatch):
     """A template that opens thoughts is refused with the answer's beginning, and taken without."""
     monkeypatch.setattr(tokenizer, "chat_template", tokenizer.chat_template + "<think>\n")
-    with pytest.raises(ValueError, match="set task.answer_prefix=false"):
+    with refused("unsupported", "task.answer_prefix", "task.answer_prefix=false"):
         load(model, data_dir=folder, subsets="passkey")
     (request,) = load(model, data_dir=folder, subsets="passkey", answer_prefix=False).requests
     assert request.thoughts.opened

@@ -6,10 +6,10 @@ import pytest
 from loaded import records_of, scores_of
 from longbench_rows import row as old_row
 from longbench_rows import write
+from refusals import refused
 
 from kvbench.tasks import data_files, load_task
 from kvbench.tasks.fetch import check_file
-from kvbench.tasks.files import MissingDataError
 from kvbench.tasks.longbench import CATEGORIES, ENGLISH
 from kvbench.tasks.longbench_v2 import letter_of
 
@@ -107,7 +107,7 @@ def test_choices(load, model, chat, query_aware):
     likely = [{"loglikelihood": value} for value in (-2.0, -1.0, -3.0, -2.5)]
     assert task.score_choices(request, likely) == {"score": 1.0}
     assert task.score_choices(request, likely[::-1]) == {"score": 0.0}
-    with pytest.raises(ValueError, match="task.form=choices scores choices, and nothing is thought or sampled"):
+    with refused("settings-conflict", "task.form", "task.form=choices"):
         load(ROW, form="choices", protocol={"num_samples": 2, "temperature": 1.0})
 
 
@@ -146,10 +146,10 @@ def test_broken_rows_are_named(load, tmp_path, model):
     (tmp_path / "longbench_v2.jsonl").unlink()
     (tmp_path / "data.json").write_text('{"a": 1}')
     cfg = {"name": "longbench_v2", "data_dir": str(tmp_path)}
-    with pytest.raises(ValueError, match="data.json must be a list of rows, it is dict"):
+    with refused("file-content", None, "data.json", "dict"):
         load_task(cfg, model, limit=None, seed=0)
     (tmp_path / "data.json").unlink()
-    with pytest.raises(MissingDataError, match="no data for longbench_v2.*or data.json there.*data task=longbench_v2"):
+    with refused("data-missing", None, "longbench_v2", "data.json", "task=longbench_v2"):
         load_task(cfg, model, limit=None, seed=0)
 
 

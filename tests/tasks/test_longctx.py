@@ -5,6 +5,7 @@ from random import Random
 
 import pytest
 from loaded import loader
+from refusals import refused
 
 from kvbench.tasks import fill, haystack, load_task, longctx
 from kvbench.tasks.longctx import generate
@@ -109,7 +110,7 @@ def test_fill_length_against_counting_up(tokenizer) -> None:
         assert found == best or length - counts[found] <= fill.LENGTH_SLACK_TOKENS
     for guess in (None, 0, 3, 90, 5000):  # where the search looks first changes nothing of what it finds
         assert fill.fill_length(lambda n: 10 + 7 * n, 500, 1000, least=1, guess=guess) == 70
-    with pytest.raises(fill.TooShort, match="too short: a prompt takes 17 tokens without any filler"):
+    with refused("setting-value", "task.length", "17 tokens"):
         fill.fill_length(lambda n: 10 + 7 * n, 12, 1000, least=1)
 
 
@@ -122,7 +123,7 @@ def test_a_length_that_is_too_short_names_the_largest_need(tiny_model) -> None:
             load_task(settings | {"kinds": [kind]}, loaded, limit=None, seed=0)
         except fill.TooShort as error:
             needs[kind] = error.needed
-    with pytest.raises(ValueError, match=f"task.length=256 is too short: a prompt takes {max(needs.values())} tokens"):
+    with refused("setting-value", "task.length", "task.length=256", f"{max(needs.values())} tokens"):
         load_task(settings, loaded, limit=None, seed=0)
     assert len(set(needs.values())) > 1, needs
 
@@ -196,23 +197,23 @@ def test_settings_reach_the_task(model) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "error"),
     [
-        ({"kinds": ["multikee"]}, "Did you mean multikey"),
-        ({"kinds": "passkey2"}, "Did you mean passkey"),
-        ({"length": 100}, "tokens from 256 to"),
-        ({"length": 5000}, "does not fit model stand-in, which holds 4096"),
-        ({"length": 4090}, "a prompt can take"),
-        ({"items": 0}, "prompts from 1 to"),
-        ({"items": 2.5}, "prompts from 1 to"),
-        ({"lenght": 100}, "Did you mean length"),
-        ({"name": "longctxx"}, "Did you mean longctx"),
-        ({"limit": 0}, "limit=0"),
+        ({"kinds": ["multikee"]}, ("setting-value", "task.kinds", "['multikee']", "mean multikey")),
+        ({"kinds": "passkey2"}, ("setting-value", "task.kinds", "'passkey2'", "mean passkey")),
+        ({"length": 100}, ("setting-value", "task.length", "task.length=100", "256")),
+        ({"length": 5000}, ("setting-value", "task.length", "task.length=5000", "stand-in", "4096")),
+        ({"length": 4090}, ("setting-value", "task.length", "task.length=4090", "4068")),
+        ({"items": 0}, ("setting-value", "task.items", "1 to 1048576")),
+        ({"items": 2.5}, ("setting-value", "task.items", "1 to 1048576")),
+        ({"lenght": 100}, ("name-unknown", None, "key=lenght", "mean length")),
+        ({"name": "longctxx"}, ("name-unknown", "task.name", "task.name=longctxx", "mean longctx")),
+        ({"limit": 0}, ("setting-value", "limit", "limit=0")),
     ],
 )
-def test_bad_settings(model, settings: dict, message: str) -> None:
+def test_bad_settings(model, settings: dict, error: tuple) -> None:
     """Each is refused with the value, the rule and what exists."""
-    with pytest.raises(ValueError, match=message):
+    with refused(*error):
         load(model, **settings)
 
 
@@ -220,5 +221,5 @@ def test_a_model_without_tokenizer_is_refused(make_model) -> None:
     """A task cannot be asked without tokens."""
     model = make_model()
     model.tokenizer = None
-    with pytest.raises(ValueError, match="needs a tokenizer"):
+    with refused("unsupported", "task", "task=longctx", "stand-in"):
         load(model)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 from loaded import loader
+from refusals import refused
 
 from kvbench.engine.requests import Outcome
 from kvbench.tasks.passages import read_text
@@ -42,22 +43,22 @@ def test_all_of_a_text(model, tmp_path) -> None:
     file = str(tmp_path / "my.txt")
     assert len(load(model, chunks=None, file=file).requests) == (len(ids) + 1) // 32 > 2
     assert len(load(model, limit=1, chunks=None, file=file).requests) == 1
-    with pytest.raises(ValueError, match=r"the text my.txt has \d+ tokens, and 500 chunks of 32 take 16000; lower"):
+    with refused("setting-value", "task.chunks", "my.txt", "500 chunks of 32", "16000"):
         load(model, chunks=500, file=file)
 
 
 @pytest.mark.parametrize(
-    ("settings", "protocol", "message"),
+    ("settings", "protocol", "error"),
     [
-        ({"chunk_tokens": 5000}, {}, "task.chunk_tokens=5000 does not fit model stand-in, which holds"),
-        ({"chunk_tokens": 3}, {}, "task.chunk_tokens=3 must be a whole number of tokens from 4"),
-        ({}, {"temperature": 0.5}, "task=perplexity answers nothing"),
-        ({}, {"query_aware": False}, "task=perplexity asks none"),
+        ({"chunk_tokens": 5000}, {}, ("setting-value", "task.chunk_tokens", "task.chunk_tokens=5000")),
+        ({"chunk_tokens": 3}, {}, ("setting-value", "task.chunk_tokens", "task.chunk_tokens=3")),
+        ({}, {"temperature": 0.5}, ("settings-conflict", None, "task=perplexity")),
+        ({}, {"query_aware": False}, ("settings-conflict", "protocol.query_aware", "task=perplexity")),
     ],
 )
-def test_what_cannot_be_asked(model, settings, protocol, message) -> None:
+def test_what_cannot_be_asked(model, settings, protocol, error) -> None:
     """Each is refused with its remedy."""
-    with pytest.raises(ValueError, match=message):
+    with refused(*error):
         load(model, protocol=protocol, **settings)
 
 

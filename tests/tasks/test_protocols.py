@@ -4,10 +4,10 @@ import io
 import json
 from pathlib import Path
 
-import pytest
 from fake_parts import altered
 from omegaconf import OmegaConf
 from problem_rows import AIME, GSM8K, MATH, folder_of
+from refusals import refused
 from rich.console import Console
 from test_problem_runs import aime_config
 
@@ -117,7 +117,7 @@ def test_minerva_form(model, tmp_path: Path) -> None:
     agnostic = load_task(cfg, model, limit=1, seed=0, protocol={"max_new_tokens": 64, "query_aware": False})
     first, second = (model.tokenizer.decode(part, skip_special_tokens=True) for part in agnostic.requests[0].segments)
     assert MATH["problem"] not in first and MATH["problem"] in second
-    with pytest.raises(ValueError, match=r"task.form='minerva' must be 'boxed' or 'minerva4'. Did you mean minerva4"):
+    with refused("setting-value", "task.form", "task.form='minerva'", "mean minerva4"):
         load_task(cfg | {"form": "minerva"}, model, limit=1, seed=0)
     cfg = {"name": "math", "form": "minerva4", "subjects": ["algebra"], "data_dir": str(folder_of(tmp_path, "math"))}
     task = load_task(cfg, model, limit=1, seed=0, protocol={"max_new_tokens": 64})  # the subjects of MATH have it too

@@ -4,6 +4,7 @@ import math
 
 import pytest
 from loaded import loader
+from refusals import refused
 
 from kvbench.engine.requests import Outcome
 from kvbench.tasks.passages import read_text
@@ -33,19 +34,27 @@ def test_streams_are_consecutive(model, tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "protocol", "message"),
+    ("settings", "protocol", "error"),
     [
-        ({"tokens": 5000}, {}, "task.tokens=5000 behind task.prompt_tokens=30 does not fit.*task.past_context=true"),
-        ({"prompt_tokens": 4096, "past_context": True}, {}, "task.prompt_tokens=4096 does not fit"),
-        ({"past_context": 1}, {}, "task.past_context=1 must be true or false"),
-        ({"items": 0}, {}, "task.items=0 must be a whole number of streams from 1 to 1048576, or null"),
-        ({}, {"temperature": 0.5}, "task=stream answers nothing"),
-        ({}, {"query_aware": False}, "task=stream asks none"),
+        (
+            {"tokens": 5000},
+            {},
+            ("setting-value", "task.tokens", "task.tokens=5000", "task.prompt_tokens=30", "task.past_context=true"),
+        ),
+        (
+            {"prompt_tokens": 4096, "past_context": True},
+            {},
+            ("setting-value", "task.tokens", "task.prompt_tokens=4096"),
+        ),
+        ({"past_context": 1}, {}, ("setting-value", "task.past_context", "task.past_context=1")),
+        ({"items": 0}, {}, ("setting-value", "task.items", "task.items=0", "1048576")),
+        ({}, {"temperature": 0.5}, ("settings-conflict", None, "task=stream")),
+        ({}, {"query_aware": False}, ("settings-conflict", "protocol.query_aware", "task=stream")),
     ],
 )
-def test_what_cannot_be_asked(model, settings, protocol, message) -> None:
+def test_what_cannot_be_asked(model, settings, protocol, error) -> None:
     """Each is refused with its remedy."""
-    with pytest.raises(ValueError, match=message):
+    with refused(*error):
         load(model, protocol=protocol, **settings)
 
 

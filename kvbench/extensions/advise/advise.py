@@ -12,7 +12,7 @@ from rich.text import Text
 from kvbench.config import files
 from kvbench.config.files import AGREED, FULL
 from kvbench.config.settings import as_dict, read_config
-from kvbench.errors import check_whole
+from kvbench.errors import SettingMissing, SettingsConflict, SettingValue, Unsupported, check_whole
 from kvbench.evidence.load import RUNS, Group, load_groups
 from kvbench.evidence.settings import check_margin
 from kvbench.extensions.advise import recommend, shipped
@@ -54,7 +54,7 @@ def main(cfg: DictConfig) -> int:
     most = None if cfg.rows is None else check_whole("rows", cfg.rows, 1)
     for name in ("study", "why"):
         if not isinstance(cfg[name], bool):
-            raise ValueError(f"{name}={cfg[name]} must be true or false")
+            raise SettingValue(f"{name}={cfg[name]} must be true or false", setting=name)
     comparing = OmegaConf.create(as_dict(cfg) | {"against": FULL, "at_bytes": None, "where": None})
     bench = Path(str(cfg.bench)) if cfg.bench is not None else Path(str(cfg.results_dir)) / "bench"
     speeds, notes = read_speeds(bench)
@@ -103,16 +103,19 @@ def read_target(cfg: DictConfig, card: Card | None) -> tuple[Target, str]:
     Whole(0, context - 1, unit="tokens").check("answer", cfg.answer)
     Whole(1, 2**20, unit="sequences").check("batch", cfg.batch)
     if cfg.margin is None:
-        raise ValueError("margin=null says nothing; give the loss that you accept, for example margin=0.01")
+        raise SettingMissing(
+            "margin=null says nothing; give the loss that you accept, for example margin=0.01", setting="margin"
+        )
     check_margin(cfg.margin)
     for name, least in (("resamples", 100), ("seed", 0)):
         check_whole(name, cfg[name], least)
     with said_when_slow(f"reading {cfg.model}"):
         shape = find_shape(cfg.model)
     if not shape.is_plain:
-        raise ValueError(
+        raise Unsupported(
             f"advise counts models whose layers all see everything, and not all of {shape.name} do; "
-            f"kvbench bytes model={cfg.model} says what each method would hold"
+            f"kvbench bytes model={cfg.model} says what each method would hold",
+            setting="model",
         )
     memory_bytes, room = _room(cfg, card, shape)
     target = Target(
@@ -130,16 +133,19 @@ def _room(cfg: DictConfig, card: Card | None, shape: NamedShape) -> tuple[int | 
     """Bytes for the caches, None for any, and where they are from: a device less the weights, or as they were given."""
     limits = [name for name in ("gpu", "memory", "cache_memory") if cfg[name] is not None]
     if len(limits) > 1:
-        raise ValueError(f"{' and '.join(limits)} say the same thing; give one of them")
+        raise SettingsConflict(f"{' and '.join(limits)} say the same thing; give one of them")
     if limits in ([], ["cache_memory"]):
         if cfg.weights is not None:
-            raise ValueError(f"weights={cfg.weights} is taken off gpu or memory; give one of them")
+            raise SettingsConflict(
+                f"weights={cfg.weights} is taken off gpu or memory; give one of them", setting="weights"
+            )
         return (None, "") if not limits else (read_bytes("cache_memory", cfg.cache_memory), "as given")
     device, name = (card.memory_bytes, card.name) if card else (read_bytes("memory", cfg.memory), "the device")
     weights = shape.weights_bytes if cfg.weights is None else read_bytes("weights", cfg.weights)
     if weights is None:
-        raise ValueError(
-            f"the weights of {shape.name} are not known; give weights=16GiB, or cache_memory for caches alone"
+        raise SettingMissing(
+            f"the weights of {shape.name} are not known; give weights=16GiB, or cache_memory for caches alone",
+            setting="weights",
         )
     return device - weights, f"{format_bytes(device)} of {name} less {format_bytes(weights)} of weights"
 
@@ -149,7 +155,9 @@ def read_tokens(value: object) -> int:
     match = re.fullmatch(r"([0-9]{1,9})([kK]?)", str(value)) if not isinstance(value, bool) else None
     tokens = int(match[1]) * (1024 if match[2] else 1) if match else 0
     if not 1 < tokens <= MAX_TOKENS:
-        raise ValueError(f"context={value} is no number of tokens; write a whole number, or text such as 32k")
+        raise SettingValue(
+            f"context={value} is no number of tokens; write a whole number, or text such as 32k", setting="context"
+        )
     return tokens
 
 

@@ -13,6 +13,7 @@ from kvbench.cache.layout import StoreOptions, compile_formats
 from kvbench.cache.offsets import KINDS
 from kvbench.cli.commands import compose_command
 from kvbench.config.files import FULL
+from kvbench.errors import FileMissing, SettingsConflict, SettingValue, Unsupported
 from kvbench.extensions.advise import along, shipped
 from kvbench.extensions.papers import published
 from kvbench.policy import MAX_TOKENS, Policy
@@ -119,9 +120,14 @@ def _kind_of_picture(path: str | None, answer: int) -> str:
     """File type of the picture, or an empty string without one."""
     kind = Path(path).suffix.removeprefix(".") if path else ""
     if path and kind not in PICTURES:
-        raise ValueError(f"picture={path} must end with {', '.join('.' + each for each in PICTURES)}")
+        raise SettingValue(
+            f"picture={path} must end with {', '.join('.' + each for each in PICTURES)}", setting="picture"
+        )
     if path and not answer:
-        raise ValueError(f"answer={answer} has no steps for picture={path}; set answer to the tokens that are written")
+        raise SettingsConflict(
+            f"answer={answer} has no steps for picture={path}; set answer to the tokens that are written",
+            setting="answer",
+        )
     return kind
 
 
@@ -129,12 +135,13 @@ def _stored(folder: Path, shape: NamedShape) -> SizedMethod:
     """The method of a stored run, and the shares that it measured; in its pages, where they hold slots of the shape."""
     record = RunRecord.load(folder)
     if record is None:
-        raise ValueError(f"run={folder} holds no run.json; give the folder of a run")
+        raise FileMissing(f"run={folder} holds no run.json; give the folder of a run", setting="run")
     policy = policy_of(record.identity)
     if policy is None:
-        raise ValueError(
+        raise Unsupported(
             f"run={folder}: its method {record.method} is none of kvbench's own, has other settings now, or names a "
-            "file, which a stored run never does"
+            "file, which a stored run never does",
+            setting="run",
         )
     samples, damaged = read_samples(folder / "samples.jsonl", record.hash, sealed=record.sealed)
     if damaged:

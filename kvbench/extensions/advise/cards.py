@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvbench.config.settings import as_dict, read_config
-from kvbench.errors import unknown_name
+from kvbench.errors import NameUnknown, unknown_name
 from kvbench.sizing.shapes import NamedShape
 
 REACHED = 0.4  # of a card's peak: what large products and plain copies reach; a guess, and said to be one
@@ -42,5 +42,5 @@ def find_card(name: object) -> Card:
     listed = as_dict(read_config(Path(__file__).with_name("cards.yaml")))
     match = next((known for known in listed if known.lower() == str(name).lower()), None)
     if match is None:
-        raise ValueError(f"{unknown_name('gpu', name, listed)} memory=24GiB takes any other card.")
+        raise NameUnknown(f"{unknown_name('gpu', name, listed)} memory=24GiB takes any other card.", setting="gpu")
     return Card(name=match, **listed[match])

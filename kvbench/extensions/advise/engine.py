@@ -5,6 +5,7 @@ import shlex
 from omegaconf import DictConfig
 from rich.text import Text
 
+from kvbench.errors import SettingMissing
 from kvbench.extensions.advise.engines import read_command
 from kvbench.extensions.advise.saves import answer
 from kvbench.show import terminal
@@ -16,7 +17,10 @@ LONGEST = 2000  # of a command line that is shown
 def main(cfg: DictConfig) -> int:
     """Print the setting of an engine's command, its saving and known loss; run it where settings of a run are given."""
     if not cfg.command:
-        raise ValueError('give the command of an engine in quotes: kvbench engine "llama-server -ctk q8_0 -ctv q8_0"')
+        raise SettingMissing(
+            'give the command of an engine in quotes: kvbench engine "llama-server -ctk q8_0 -ctv q8_0"',
+            setting="command",
+        )
     reading = read_command(str(cfg.command))
     run_words = [] if cfg.run is None else shlex.split(str(cfg.run))
     changed = {word.partition("=")[0] for word in run_words}

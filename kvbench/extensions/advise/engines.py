@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvbench.config.files import FULL
 from kvbench.config.settings import as_dict, read_config
+from kvbench.errors import NameUnknown, SettingValue, Unsupported
 
 if TYPE_CHECKING:  # the command `engine` reads words alone, without torch
     from kvbench.policy import ByLayer, HeadScales, Policy, Tier
@@ -50,7 +51,7 @@ def read_command(command: str) -> Reading:
     try:
         words = shlex.split(command.replace("\\\n", " "))
     except ValueError as error:
-        raise ValueError(f"{command!r} is no command line: {error}") from None
+        raise SettingValue(f"{command!r} is no command line: {error}", setting="command") from None
     env = {}
     while words and (variable := re.fullmatch(r"([A-Z_][A-Z0-9_]*)=(.*)", words[0])):
         env[variable[1]] = variable[2]
@@ -58,12 +59,14 @@ def read_command(command: str) -> Reading:
     engine = next((name for name, known in engines().items() if _is_of(known["programs"], words)), None)
     if engine is None:
         programs = ", ".join(program for known in engines().values() for program in known["programs"])
-        raise ValueError(f"{' '.join(words[:3]) or command!r} starts no engine that kvbench knows: {programs}")
+        raise NameUnknown(
+            f"{' '.join(words[:3]) or command!r} starts no engine that kvbench knows: {programs}", setting="command"
+        )
     known = engines()[engine]
     flags = _flags(words) | {name: [value] for name, value in env.items()}
     for flag, why in known["missing"].items():
         if flag in flags:
-            raise ValueError(f"{flag} of {engine} has no counterpart in kvbench: {why}")
+            raise Unsupported(f"{flag} of {engine} has no counterpart in kvbench: {why}", setting="command")
     reading = Reading(engine)
     _read_format(reading, known, flags)
     _read_model(reading, known, flags, words)
@@ -188,8 +191,9 @@ def _read_format(reading: Reading, known: Mapping[str, Any], values: Mapping[str
             reading.words.append(f"method={FULL}")
             return
         if sides[1] and _value(values, flags["flash"], "auto") in ("off", "0", "disabled"):
-            raise ValueError(
-                f"{reading.engine} stores values as {sides[1]} with flash attention alone; leave out -fa off"
+            raise Unsupported(
+                f"{reading.engine} stores values as {sides[1]} with flash attention alone; leave out -fa off",
+                setting="command",
             )
         names = [side or FULL_TIER for side in sides]
         reading.words += [f"method={METHOD}", f"method.tier={'-'.join(dict.fromkeys(names))}"]
@@ -213,8 +217,9 @@ def _read_format(reading: Reading, known: Mapping[str, Any], values: Mapping[str
         reading.notes.append(f"{reading.engine} leaves layers {', '.join(map(str, leaves))} in 16 bits with {name}")
     layers = [layer for word in _all(values, flags.get("skip", ())) for layer in word.split(",") if layer]
     if odd := [layer for layer in layers if not re.fullmatch("[0-9]+", layer)]:
-        raise ValueError(
-            f"{flags['skip'][0]} {odd[0]} has no counterpart in kvbench; name the layers by their numbers instead"
+        raise Unsupported(
+            f"{flags['skip'][0]} {odd[0]} has no counterpart in kvbench; name the layers by their numbers instead",
+            setting="command",
         )
     if layers:
         reading.words.append(f"method.tiers_by_layer={' '.join(f'{int(layer)}:fp16' for layer in layers)}")
@@ -226,7 +231,9 @@ def _type(reading: Reading, known: Mapping[str, Any], name: str, flag: str) -> s
         return ""
     if name not in known["formats"]:
         there = ", ".join([*known["plain"], *known["formats"]])
-        raise ValueError(f"{flag} {name} of {reading.engine} has no counterpart in kvbench; there are {there}")
+        raise Unsupported(
+            f"{flag} {name} of {reading.engine} has no counterpart in kvbench; there are {there}", setting="command"
+        )
     return known["formats"][name]["tier"]
 
 

@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from kvbench.engine.supported import model_shape
-from kvbench.errors import check_whole, unknown_name
+from kvbench.errors import SettingValue, check_whole, unknown_name
 from kvbench.extensions.attention.figures import BEHIND, FIGURES, Seen
 from kvbench.extensions.calibrate.tables import Looks, look_at
 from kvbench.policy import ALL_QUERIES, LayerTensors, Need, ScoreSpec
@@ -114,7 +114,7 @@ def main(cfg: DictConfig) -> int:
     task = parts.load_task(cfg.task, model, limit=count, seed=cfg.seed, protocol=cfg.protocol)
     prompts = [request.prompt for request in task.requests if len(request.prompt) >= 2 * WINDOWS]
     if not prompts:
-        raise ValueError(f"task={task.name} has no prompt of {2 * WINDOWS} tokens; task=longctx has")
+        raise SettingValue(f"task={task.name} has no prompt of {2 * WINDOWS} tokens; task=longctx has", setting="task")
     last = model_shape(model.model).num_layers - 1
     mapped = {round(number) for number in torch.linspace(0, last, settings.maps).tolist()} if "maps" in wanted else ()
     spec = Attention(share=settings.share, mapped=frozenset(mapped), top=settings.top)

@@ -13,6 +13,7 @@ from kvbench.cache.store import CompressedStore
 from kvbench.config.files import FULL
 from kvbench.engine.prompt_cache import Recording
 from kvbench.engine.runner import Runner
+from kvbench.errors import SettingsConflict
 from kvbench.extensions.bench.decode import Methods
 from kvbench.kernels.bench.bench import Bench, main, setting
 from kvbench.kernels.bench.rounds import Variant, failed_variant
@@ -46,8 +47,9 @@ class Settings(Methods):
     def check(self) -> None:
         super().check()
         if self.context > self.longest:
-            raise ValueError(
-                f"context={self.context} is above longest={self.longest}, the longest prompt that is tried"
+            raise SettingsConflict(
+                f"context={self.context} is above longest={self.longest}, the longest prompt that is tried",
+                setting="capacity.context",
             )
         if self.shape:
             find_shape(self.shape)

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 
 from kvbench.config.files import path_of
 from kvbench.config.settings import as_dict, read_config
-from kvbench.errors import unknown_name
+from kvbench.errors import SettingValue, unknown_name
 from kvbench.extensions.bench import show
 from kvbench.kernels.bench.bench import Common, is_complete, read_document, run, write
 from kvbench.results import provenance
@@ -54,7 +54,7 @@ def settings_of(cfg: DictConfig, name: str) -> Common:
     if name not in MODULES:
         raise unknown_name("what", name, [*MODULES, "all"])
     if not isinstance(cfg.quick, bool):
-        raise ValueError(f"quick={cfg.quick} is neither true nor false")
+        raise SettingValue(f"quick={cfg.quick} is neither true nor false", setting="quick")
     kind: type[Common] = import_module(MODULES[name]).Settings
     values = _merged(cfg, name)
     if cfg.quick:

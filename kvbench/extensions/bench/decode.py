@@ -16,7 +16,7 @@ from transformers.utils import is_hqq_available, is_optimum_quanto_available
 from kvbench.config.files import FULL
 from kvbench.engine.hf import NATIVE_CACHES
 from kvbench.engine.prompt_cache import PromptCache
-from kvbench.errors import unknown_name
+from kvbench.errors import SettingsConflict, SettingValue, unknown_name
 from kvbench.extensions.bench.decoders import (
     Decoder,
     Graphed,
@@ -68,7 +68,7 @@ class Methods(Common):
     def check(self) -> None:
         super().check()
         if not self.methods or len(set(self.methods)) != len(self.methods):
-            raise ValueError(f"methods={self.methods} must be one or more, each once")
+            raise SettingValue(f"methods={self.methods} must be one or more, each once", setting=f"{self.what}.methods")
         for text in self.methods:
             choices.make_cache(text)
         choices.read_choice("model", self.model)
@@ -140,9 +140,10 @@ class Settings(WholeModel):
             raise unknown_name("linear", unknown[0], MARKS)
         of_model = choices.read_choice("model", self.model).get("linear", matrices.AUTO)
         if len(set(self.linear)) != len(self.linear) or (self.linear and of_model != matrices.AUTO):
-            raise ValueError(
+            raise SettingsConflict(
                 f"linear={self.linear} beside model={self.model} would time rows twice; name each way once, and leave "
-                "linear= out of model="
+                "linear= out of model=",
+                setting="decode.linear",
             )
 
     def cells(self, threads: list[int]) -> list[dict]:

@@ -19,6 +19,7 @@ from kvbench.config.files import FULL
 from kvbench.engine.engine import Engine
 from kvbench.engine.request_queue import Clock, RequestQueue
 from kvbench.engine.requests import Outcome, Request
+from kvbench.errors import FileContent, FileMissing, SettingsConflict, SettingValue
 from kvbench.extensions.bench import times
 from kvbench.extensions.bench.decode import PEER, Methods
 from kvbench.extensions.bench.simulated import Here, Simulated
@@ -64,14 +65,19 @@ class Settings(Methods):
     def check(self) -> None:
         super().check()
         if self.times and self.chunk:
-            raise ValueError(f"chunk={self.chunk}: times are of whole prompts; set chunk=0, or times=[]")
+            raise SettingsConflict(
+                f"chunk={self.chunk}: times are of whole prompts; set chunk=0, or times=[]", setting="serve.chunk"
+            )
         numbers = {"ttft_s": [self.ttft_s], "tpot_s": [self.tpot_s], "rates": self.rates}
         for name, values in numbers.items():
             if not values or not all(type(each) in (int, float) and 0 < each < float("inf") for each in values):
-                raise ValueError(f"{name}={getattr(self, name)} must be above 0")
+                raise SettingValue(f"{name}={getattr(self, name)} must be above 0", setting=f"serve.{name}")
         for name in ("prompts", "answers"):
             if len(span := getattr(self, name)) != 2 or span[0] > span[1]:
-                raise ValueError(f"{name}={span} must be the shortest and the longest, for example {name}=[64,256]")
+                raise SettingValue(
+                    f"{name}={span} must be the shortest and the longest, for example {name}=[64,256]",
+                    setting=f"serve.{name}",
+                )
         self.load(1.0)
 
     def load(self, rate: float) -> Load:
@@ -118,7 +124,10 @@ class Settings(Methods):
         load = self.load(cell.get("rate", 1.0))
         longest = max(prompt + answer for _, prompt, answer in load)
         if longest > self._max_tokens:
-            raise ValueError(f"a prompt with its answer has {longest} tokens, and the model holds {self._max_tokens}")
+            raise SettingValue(
+                f"a prompt with its answer has {longest} tokens, and the model holds {self._max_tokens}",
+                setting="serve.prompts",
+            )
         texts = [[0] * prompt for _, prompt, _ in load]
         if not self.times:
             texts = choices.sample_tokens(self._model, len(load), max(map(len, texts)))
@@ -180,7 +189,9 @@ def read_trace(path: Path, most: int, rate: float) -> Load:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        raise ValueError(f"arrivals={path} is neither all, poisson nor burst, nor a file: {error.strerror}") from error
+        raise FileMissing(
+            f"arrivals={path} is neither all, poisson nor burst, nor a file: {error.strerror}", setting="serve.arrivals"
+        ) from error
     for number, line in enumerate(lines, 1):
         words = line.split(",")
         try:
@@ -188,14 +199,15 @@ def read_trace(path: Path, most: int, rate: float) -> Load:
         except ValueError:
             at = prompt = answer = -1
         if at < 0 or prompt < 1 or answer < 2 or at != at or (load and at < load[-1][0]):
-            raise ValueError(
+            raise FileContent(
                 f"{path}:{number}: {line!r} is no ARRIVAL_S,PROMPT_TOKENS,ANSWER_TOKENS with arrivals that ascend, a "
-                "prompt of at least 1 token and an answer of at least 2"
+                "prompt of at least 1 token and an answer of at least 2",
+                setting="serve.arrivals",
             )
         load.append((at, prompt, answer))
     load = load[:most]
     if not load:
-        raise ValueError(f"arrivals={path} has no line")
+        raise FileContent(f"arrivals={path} has no line", setting="serve.arrivals")
     begin, span = load[0][0], load[-1][0] - load[0][0]
     stretch = (len(load) - 1) / rate / span if span else 0.0
     return [(stretch * (at - begin), prompt, answer) for at, prompt, answer in load]

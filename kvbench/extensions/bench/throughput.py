@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvbench.engine.prompt_cache import PromptCache
+from kvbench.errors import SettingsConflict
 from kvbench.extensions.bench.decode import BASELINES, GRAPH, LENGTHS, PEER, PROMPT_BYTES, WholeModel
 from kvbench.extensions.bench.decoders import REFERENCE_ROWS, WARM_STEPS, Decoder, Graphed, PeerDecoder, capture_on
 from kvbench.kernels.bench.bench import Bench, main, setting
@@ -37,10 +38,11 @@ class Settings(WholeModel):
         super().check()
         need = self.decoded_tokens
         if self.new_tokens < need:
-            raise ValueError(
+            raise SettingsConflict(
                 f"new_tokens={self.new_tokens} is below the {need} tokens that rounds={self.rounds} of "
                 f"steps={self.steps} decode, with the warm-up and the baseline's second timing; raise new_tokens, or "
-                "lower rounds or steps"
+                "lower rounds or steps",
+                setting="throughput.new_tokens",
             )
 
     def cells(self, threads: list[int]) -> list[dict]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvbench.errors import unknown_name
+from kvbench.errors import FileContent, SettingsConflict, Unsupported, unknown_name
 from kvbench.extensions.bench.decode import GRAPH
 from kvbench.kernels.bench.bench import read_document
 from kvbench.sizing.shapes import SIZES, NamedShape, sized
@@ -106,7 +106,7 @@ class Measured:
         try:
             return self.methods[method].fit()
         except ValueError as error:
-            raise ValueError(f"{method} in serve.times: {error}") from error
+            raise Unsupported(f"{method} in serve.times: {error}", setting="serve.times") from error
 
 
 def read_times(paths: Sequence[Path]) -> Measured:
@@ -119,13 +119,17 @@ def read_times(paths: Sequence[Path]) -> Measured:
         document = read_document(path)
         model, where = document.get("model", {}), document["environment"]["device_name"]
         if document["what"] not in ("serve", "decode") or "shape" not in model:
-            raise ValueError(
+            raise FileContent(
                 f"serve.times={path} has no times and shape of a model; give bench.json of what=serve or what=decode, "
-                "made by this version"
+                "made by this version",
+                setting="serve.times",
             )
         said[model["fingerprint"], model["dtype"], model["linear"], where] = path
         if len(said) > 1:
-            raise ValueError(f"serve.times: {' and '.join(map(str, said.values()))} are of several models or machines")
+            raise SettingsConflict(
+                f"serve.times: {' and '.join(map(str, said.values()))} are of several models or machines",
+                setting="serve.times",
+            )
         for cell in document["cells"]:
             cells.append((document["settings"], cell))
             for row in cell["variants"]:

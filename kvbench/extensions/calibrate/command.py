@@ -26,7 +26,7 @@ from kvbench.config import durable, files
 from kvbench.config.settings import as_dict
 from kvbench.engine.prompt_cache import PromptCache
 from kvbench.engine.supported import model_shape
-from kvbench.errors import unknown_name
+from kvbench.errors import SettingsConflict, unknown_name
 from kvbench.extensions.calibrate import show, write
 from kvbench.extensions.calibrate.choose import Measured, choose, evaluate, false_confirmations, is_out_of_reach, why
 from kvbench.extensions.calibrate.layers import read_layer_plan
@@ -111,7 +111,9 @@ def _parted(cfg: DictConfig) -> tuple[DictConfig, DictConfig, str, str, str]:
     wanted, choices = settings.pop("calibrate"), settings.pop("_choices_")
     experiment = read_experiment(settings, "calibrate")
     if experiment.method.get(KEY) is not None:
-        raise ValueError("method.calibration is what this command writes; leave it out")
+        raise SettingsConflict(
+            "method.calibration is what this command writes; leave it out", setting="method.calibration"
+        )
     return experiment, OmegaConf.create(wanted), choices["method"], what, rule
 
 
@@ -122,10 +124,11 @@ def read_experiment(settings: dict, command: str) -> DictConfig:
     limit = Limit.read(experiment.limit)
     for name in ("limit", "shard"):
         if experiment[name] is not None and not (name == "limit" and limit and (limit.first or limit.after)):
-            raise ValueError(
+            raise SettingsConflict(
                 f"{name}={experiment[name]} has no meaning here; leave it out: {command}.tuning_samples and "
                 f"{command}.held_out_samples say how many samples of each subset, and limit=first:100 or after:100 "
-                "which they are drawn from"
+                "which they are drawn from",
+                setting=name,
             )
     return experiment
 
@@ -158,11 +161,15 @@ def load_samples(cfg: DictConfig, plan: Plan, parts: Loaders, model: LoadedModel
         return task
     said = f"{prefix}.criterion={plan.rule.criterion} needs gold answers"
     if cfg.fidelity.max_tokens == 0:
-        raise ValueError(f"{said}; fidelity.max_tokens=0 means none, so raise it, or use {prefix}.criterion=score")
+        raise SettingsConflict(
+            f"{said}; fidelity.max_tokens=0 means none, so raise it, or use {prefix}.criterion=score",
+            setting="fidelity.max_tokens",
+        )
     if without := [request.sample_id for request in task.requests if len(request.gold) < 2]:
-        raise ValueError(
+        raise SettingsConflict(
             f"{said} of at least two tokens, and {len(without)} of {len(task.requests)} samples of task {task.name} "
-            f"have none (for example {without[0]}); use {prefix}.criterion=score"
+            f"have none (for example {without[0]}); use {prefix}.criterion=score",
+            setting=f"{prefix}.criterion",
         )
     return task
 

@@ -16,13 +16,14 @@ from dataclasses import dataclass, field
 
 from omegaconf import DictConfig
 
-from kvbench.errors import check_whole, unknown_name
+from kvbench.errors import SettingsConflict, SettingValue, Unsupported, check_whole, unknown_name
 from kvbench.extensions.calibrate.choose import Measured, evaluate
 from kvbench.extensions.calibrate.measure import Sweep
 from kvbench.extensions.calibrate.plan import Rule, Stage
 from kvbench.policy import ByLayer, Policy
 from kvbench.policy.by_layer import MAX_TIERS, write_table
 from kvbench.policy.settings import TierRule
+from kvbench.results.refusals import NotMeasured
 from kvbench.tasks.taskset import TaskSet
 
 SETTING = "tiers_by_layer"
@@ -75,20 +76,23 @@ class LayerSearch:
 def read_layer_plan(cfg: DictConfig, method: str, policy: Policy) -> LayerPlan:
     """Checks the settings."""
     if not isinstance(policy, ByLayer):
-        raise ValueError(
+        raise Unsupported(
             f"what=layers is for methods whose layers may differ in precision, and {method} is none; choose another "
-            "one, such as int4"
+            "one, such as int4",
+            setting="method",
         )
     if policy.by_layer is not None:
-        raise ValueError(
-            "what=layers searches method.tiers_by_layer, which method.protect_layers would overrule; leave both out"
+        raise SettingsConflict(
+            "what=layers searches method.tiers_by_layer, which method.protect_layers would overrule; leave both out",
+            setting="method.tiers_by_layer",
         )
     tiers = tuple(str(tier) for tier in cfg.tiers)
     for tier in tiers:
         TierRule().check("calibrate.layers.tiers", tier)
     if not 2 <= len(tiers) <= MAX_TIERS or len(set(tiers)) < len(tiers):
-        raise ValueError(
-            f"calibrate.layers.tiers={list(tiers)} must be 2 to {MAX_TIERS} different precisions, the gentlest first"
+        raise SettingValue(
+            f"calibrate.layers.tiers={list(tiers)} must be 2 to {MAX_TIERS} different precisions, the gentlest first",
+            setting="calibrate.layers.tiers",
         )
     if cfg.around not in AROUND:
         raise unknown_name("calibrate.layers.around", cfg.around, AROUND)
@@ -110,9 +114,10 @@ def search(sweep: Sweep, plan: LayerPlan, rule: Rule, task: TaskSet, num_layers:
     base, *measured_layers = (evaluate(trial, full, rule) for trial in trials)
     for measured in (base, *measured_layers):
         if measured.num_failed or rule.criterion not in measured.losses:
-            raise ValueError(
+            raise NotMeasured(
                 f"{measured.num_failed} answers did not end well at {SETTING}={measured.settings[SETTING]}, whose loss "
-                "is then not known; choose gentler precisions (calibrate.layers.tiers) or another task"
+                "is then not known; choose gentler precisions (calibrate.layers.tiers) or another task",
+                setting="calibrate.layers.tiers",
             )
     layer_trials = [
         LayerTrial(layer=n, tier=tier, measured=item) for (n, tier), item in zip(wanted, measured_layers, strict=True)

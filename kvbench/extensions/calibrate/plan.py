@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 
 from kvbench.config.files import FULL
 from kvbench.config.settings import as_dict
-from kvbench.errors import check_whole, unknown_name
+from kvbench.errors import SettingMissing, SettingsConflict, SettingValue, check_whole, unknown_name
 from kvbench.evidence.settings import POSITIVE
 from kvbench.policy import Policy
 from kvbench.results.measures import LOSSES, SCORE
@@ -92,7 +92,9 @@ def read_plan(
     """Checks the settings of the command, for a method at its uncalibrated settings; `stages` are given where they do
     not follow from the grid."""
     if method == FULL:
-        raise ValueError("method=full is what the others are measured against; choose a method that compresses")
+        raise SettingValue(
+            "method=full is what the others are measured against; choose a method that compresses", setting="method"
+        )
     if rule not in RULES:
         raise unknown_name("rule", rule, RULES)
     usual = cfg.rules[rule]
@@ -101,19 +103,23 @@ def read_plan(
     for name in ("tuning_samples", "held_out_samples", "resamples"):
         check_whole(f"calibrate.{name}", cfg[name], 2)
     if not isinstance(cfg.tie, int | float) or not 0 <= cfg.tie < 1:
-        raise ValueError(f"calibrate.tie={cfg.tie} must be a share of the bytes in [0, 1)")
+        raise SettingValue(f"calibrate.tie={cfg.tie} must be a share of the bytes in [0, 1)", setting="calibrate.tie")
     criterion = usual.criterion if cfg.criterion is None else cfg.criterion
     for name, value, known in (("criterion", criterion, LOSSES), ("proof", cfg.proof, PROOFS)):
         if value not in known:
             raise unknown_name(f"calibrate.{name}", value, known)
     if rule == PAPER and criterion != SCORE.name:
-        raise ValueError(
+        raise SettingsConflict(
             f"calibrate.criterion={criterion} does not fit rule={PAPER}, which chooses by the task's score; leave it "
-            f"out, or take rule={CHEAPEST}"
+            f"out, or take rule={CHEAPEST}",
+            setting="calibrate.criterion",
         )
     margin = cfg.margin[criterion]
     if not POSITIVE.fits(margin):
-        raise ValueError(f"calibrate.margin.{criterion}={margin} must be a number above 0: the loss you accept")
+        raise SettingValue(
+            f"calibrate.margin.{criterion}={margin} must be a number above 0: the loss you accept",
+            setting=f"calibrate.margin.{criterion}",
+        )
     chosen = Rule(
         name=rule,
         criterion=criterion,
@@ -135,9 +141,10 @@ def _stages(cfg: DictConfig, method: str, known: Mapping[str, Declared], usual: 
     grid = {name: as_dict(usual).get(name) if values is None else values for name, values in as_dict(cfg.grid).items()}
     names = cfg.parameters
     if names is None and not (names := [name for name in grid if name in known]):
-        raise ValueError(
+        raise SettingMissing(
             f"method={method} has none of the settings {', '.join(grid)}; say which to tune and with which values, "
-            f"for example calibrate.parameters=[NAME] '+calibrate.grid.NAME=[...]'; it has {', '.join(known)}"
+            f"for example calibrate.parameters=[NAME] '+calibrate.grid.NAME=[...]'; it has {', '.join(known)}",
+            setting="calibrate.parameters",
         )
     stages = []
     for name in names:
@@ -145,17 +152,21 @@ def _stages(cfg: DictConfig, method: str, known: Mapping[str, Declared], usual: 
             raise unknown_name("calibrate.parameters", name, known)
         values = grid.get(name)
         if not isinstance(values, list) or not values or any(isinstance(item, bool | None) for item in values):
-            raise ValueError(
+            raise SettingValue(
                 f"calibrate.parameters has {name}, and calibrate.grid.{name}={values} is no list of values; give one, "
-                f"the gentlest first: '+calibrate.grid.{name}=[...]'"
+                f"the gentlest first: '+calibrate.grid.{name}=[...]'",
+                setting=f"calibrate.grid.{name}",
             )
         if len(set(values)) < len(values):
-            raise ValueError(f"calibrate.grid.{name}={values} holds a value twice")
+            raise SettingValue(f"calibrate.grid.{name}={values} holds a value twice", setting=f"calibrate.grid.{name}")
         # 1 and 1.0 are two runs to the hash; a setting that is a float takes floats.
         values = [float(item) if known[name].kinds == (float,) and isinstance(item, int) else item for item in values]
         stages.append(Stage(parameter=name, values=tuple(values)))
     if not stages or len({stage.parameter for stage in stages}) < len(stages):
-        raise ValueError(f"calibrate.parameters={list(names)} must name at least one setting, and none twice")
+        raise SettingValue(
+            f"calibrate.parameters={list(names)} must name at least one setting, and none twice",
+            setting="calibrate.parameters",
+        )
     return tuple(stages)
 
 
@@ -190,9 +201,10 @@ def split(task: TaskSet, plan: Plan, seed: int) -> tuple[TaskSet, TaskSet]:
         wanted = plan.tuning_samples + plan.held_out_samples
         count = min(plan.tuning_samples, max(1, len(order) * plan.tuning_samples // wanted))
         if len(order) < 2:
-            raise ValueError(
+            raise SettingValue(
                 f"subset {subset} of task {task.name} has a single sample, which cannot serve for tuning and verdict; "
-                "leave the subset out"
+                "leave the subset out",
+                setting="task",
             )
         tuning |= {request.sample_id for request in order[:count]}
         held_out |= {request.sample_id for request in order[count:wanted]}

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvbench.cache.layout import StoreOptions
 from kvbench.engine.engine import Engine
 from kvbench.engine.supported import heads_of, layer_kinds
-from kvbench.errors import check_name, check_whole
+from kvbench.errors import SettingValue, check_name, check_whole
 from kvbench.kernels.codes import BOOK_TOP, E4M3_LARGEST
 from kvbench.methods.kvquant import WIDTHS
 from kvbench.policy import ALL_QUERIES, LayerTensors, Need, Policy, ScoreSpec, Statistic
@@ -78,7 +78,7 @@ def write_table(
     task = parts.load_task(cfg.task, model, limit=count, seed=cfg.seed, protocol=cfg.protocol)
     requests = [request for request in task.requests if request.gold or name != "gates"]
     if not requests:
-        raise ValueError(f"task={task.name} has no gold answers to measure with; task=longctx has")
+        raise SettingValue(f"task={task.name} has no gold answers to measure with; task=longctx has", setting="task")
     with Progress(f"{name} of {model.name} on {task.name}", len(requests), 0) as progress:
         table = measure(model, requests, advance=progress.advance)
     text = "".join("\t".join(f"{number:{form}}" for number in row) + "\n" for row in table.tolist())
@@ -230,7 +230,10 @@ def measure_books(
     """
     looks, prompts = _KeysAndValues(sinks=sinks), [list(request.prompt) for request in requests]
     if max(map(len, prompts)) <= sinks:
-        raise ValueError(f"books.sinks={sinks} leaves no token of any prompt; give less, or a longer task.length")
+        raise SettingValue(
+            f"books.sinks={sinks} leaves no token of any prompt; give less, or a longer task.length",
+            setting="books.sinks",
+        )
     look_at(loaded, ScoreSpec(statistic=looks), prompts, advance)
     rows = []
     for layer in sorted(looks.collected):

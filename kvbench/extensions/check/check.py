@@ -9,7 +9,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from kvbench.config import files
-from kvbench.errors import unknown_name
+from kvbench.errors import FileContent, PackageMissing, SettingMissing, unknown_name
 from kvbench.show.progress import note
 
 TESTS = "test_conformance*.py"
@@ -23,16 +23,20 @@ OF_THE_REPOSITORY = (
 def main(cfg: DictConfig) -> int:
     """Run the tests in a process of their own; returns 0 where all pass."""
     if cfg.place is None:
-        raise ValueError("give a folder with method/NAME.yaml, or a Python file with one method: kvbench check mine")
+        raise SettingMissing(
+            "give a folder with method/NAME.yaml, or a Python file with one method: kvbench check mine", setting="place"
+        )
     path = Path(str(cfg.place)).expanduser()
     with files.with_config_dirs([path]):  # refuses what is neither
         names = sorted(files.options("method", Path(os.path.realpath(path))))
     if not names:
-        raise ValueError(f"{path} has no method/NAME.yaml; `kvbench help methods` shows what kvbench has")
+        raise FileContent(
+            f"{path} has no method/NAME.yaml; `kvbench help methods` shows what kvbench has", setting="place"
+        )
     folder = files.package_folder().parent / "tests" / "methods"
     paths = sorted(folder.glob(TESTS))
     if not paths or find_spec("pytest") is None:
-        raise ValueError("check needs the tests of a clone of the repository, and pytest: pip install -e '.[test]'")
+        raise PackageMissing("check needs the tests of a clone of the repository, and pytest: pip install -e '.[test]'")
     if not isinstance(cfg.all_cases, bool):
         raise unknown_name("all_cases", cfg.all_cases, ("true", "false"))
     note(f"holding {', '.join(names)} to {len(paths)} files of conformance tests")

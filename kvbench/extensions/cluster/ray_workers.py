@@ -23,7 +23,8 @@ from kvbench.cli import endings
 from kvbench.cli.jobs import at_home
 from kvbench.cli.words import config_dir_flags
 from kvbench.config import files
-from kvbench.errors import check_whole, what_happened
+from kvbench.errors import PackageMissing, SettingValue, Unsupported, check_whole, what_happened
+from kvbench.results.refusals import NotMeasured, OtherRun
 from kvbench.results.sweep import JobRecord, Sweep
 from kvbench.results.writing import check_writable
 from kvbench.show.progress import Progress, logged, note
@@ -110,7 +111,9 @@ def carry_out(
     """
     size, prompts = check_whole("ray", cfg.ray, 1), check_whole("item_prompts", cfg.item_prompts, 1)
     if find_spec("ray") is None:
-        raise ValueError(f"ray={size} needs the package ray, which is not installed; pip install -e '.[ray]'")
+        raise PackageMissing(
+            f"ray={size} needs the package ray, which is not installed; pip install -e '.[ray]'", setting="ray"
+        )
     check_writable(Path(cfg.results_dir), "results_dir")
     with on_ray(size, jobs) as crew:
         members = [crew.hire() for _ in range(size)]
@@ -151,8 +154,9 @@ def share_out(crew: Crew, items: "Sequence[Item]", sweep: Sweep, size: int) -> b
             if report is None:
                 early += not number
                 if early > MOST_TRIES * size:
-                    raise ValueError(
-                        f"{early} workers died before they were ready; see Ray's logs, and give ray= fewer"
+                    raise NotMeasured(
+                        f"{early} workers died before they were ready; see Ray's logs, and give ray= fewer",
+                        setting="ray",
                     )
                 if number:
                     tries[number] += 1
@@ -187,7 +191,7 @@ def check_same(items: "Sequence[Item]", jobs: "Jobs") -> None:
         run_requests = [(jobs.pending[number].cfg, jobs.pending[number].method) for number in numbers]
         experiments = prepared(run_requests, jobs.loaders)
         if experiments and digest(one.hash for one in experiments) not in known:
-            raise ValueError(
+            raise OtherRun(
                 f"this machine would make other runs of {experiments[0].task.name} than the workers on Ray did: it has "
                 f"another device ({experiments[0].model.device}), libraries or code; what they did is kept: give the "
                 "same command without ray= on a machine like theirs"
@@ -213,14 +217,18 @@ def on_ray(size: int, jobs: Sequence[Sequence[str]]) -> "Iterator[Crew]":
         try:
             ray.init(num_cpus=cores, include_dashboard=False, object_store_memory=OBJECTS_BYTES, **quiet)
         except Exception as error:  # of any class, where this machine is too busy
-            raise ValueError(f"ray={size}: Ray does not start here: {error}; start it yourself, `ray start`") from error
+            raise Unsupported(
+                f"ray={size}: Ray does not start here: {error}; start it yourself, `ray start`", setting="ray"
+            ) from error
     signal.signal(signal.SIGTERM, stopping)
     try:
         has = ray.cluster_resources()
         gpus, cpus = int(has.get("GPU", 0)), int(has.get("CPU", 0))
         if size > (gpus or cpus):
             what = f"{gpus} GPUs" if gpus else f"{cpus} processors"
-            raise ValueError(f"ray={size}: the Ray cluster has {what}, and each worker takes one; give ray= fewer")
+            raise SettingValue(
+                f"ray={size}: the Ray cluster has {what}, and each worker takes one; give ray= fewer", setting="ray"
+            )
         yield _OnRay(jobs, {"num_gpus": 1 if gpus else 0, "num_cpus": max(1, cpus // max(size, gpus)) if cpus else 0})
     finally:
         ray.shutdown()
@@ -247,7 +255,7 @@ class _OnRay:
         """All items."""
         items = _got(member.items.remote(prompts))
         if items is None:
-            raise ValueError("the worker that read the tasks died; see Ray's logs")
+            raise NotMeasured("the worker that read the tasks died; see Ray's logs", setting="ray")
         return items
 
     def give(self, member: Member, item: "Item", log: Path) -> None:

@@ -27,11 +27,12 @@ from omegaconf import DictConfig
 
 from kvbench.api.load import run_row, sample_row, settings_of
 from kvbench.config.files import FULL
-from kvbench.errors import unknown_name
+from kvbench.errors import SettingMissing, SettingsConflict, Unsupported, unknown_name
 from kvbench.evidence.load import find_runs, patterns, results_root
 from kvbench.results.lines import read_samples
 from kvbench.results.measures import RESIDENT
 from kvbench.results.record import RunRecord
+from kvbench.results.refusals import NoResults
 from kvbench.results.sample import SampleRecord, answers_of
 from kvbench.results.summary import values_by_sample
 from kvbench.results.writing import plain, write_files
@@ -226,8 +227,9 @@ def write_leaderboard(runs: Sequence[Stored], to: Path) -> list[Path]:
     chosen = [run for run in runs if run.record.task == RULER]
     if not chosen:
         there = ", ".join(sorted({run.record.task for run in runs}))
-        raise ValueError(
-            f"format=leaderboard takes runs of task={RULER} alone, and these are of {there}; run task={RULER}"
+        raise Unsupported(
+            f"format=leaderboard takes runs of task={RULER} alone, and these are of {there}; run task={RULER}",
+            setting="format",
         )
     written: dict[Path, bytes] = {}
     for run in chosen:
@@ -235,7 +237,7 @@ def write_leaderboard(runs: Sequence[Stored], to: Path) -> list[Path]:
         for length, samples in first_answers(good, lambda sample: str(sample["meta"].get("length", ""))).items():
             folder = to / folder_name(run.record, length)
             if folder / "config.yaml" in written:
-                raise ValueError(
+                raise SettingsConflict(
                     f"two runs would be written to {folder}; choose one with methods=, models= or another to="
                 )
             written[folder / "config.yaml"] = yaml.safe_dump(
@@ -330,11 +332,13 @@ def main(cfg: DictConfig) -> int:
     if cfg.format not in FORMATS:
         raise unknown_name("format", cfg.format, FORMATS)
     if not cfg.to:
-        raise ValueError(f"export needs a folder to write into: python -m kvbench export format={cfg.format} to=DIR")
+        raise SettingMissing(
+            f"export needs a folder to write into: python -m kvbench export format={cfg.format} to=DIR", setting="to"
+        )
     root = results_root(cfg.results_dir)
     runs = list(_wanted(cfg, root))
     if not runs:
-        raise ValueError(f"no complete run under results_dir={root} fits tasks, models and methods")
+        raise NoResults(f"no complete run under results_dir={root} fits tasks, models and methods")
     written = FORMATS[cfg.format](runs, Path(str(cfg.to)))
     terminal.print_paths(written, terminal.console(100))
     return 0

@@ -20,6 +20,7 @@ from kvbench.extensions.offline import requests_file, weights
 from kvbench.extensions.offline.requests_file import Head, OfflineRun, answers_folder, folder_of, tokenizer_hash
 from kvbench.results import identity
 from kvbench.results.journal import run_lock
+from kvbench.results.refusals import OtherRun
 from kvbench.results.sample import SampleRecord
 from kvbench.results.shards import Shard
 from kvbench.runs.answers import finish
@@ -119,9 +120,11 @@ def _prepare(
         settings["model"] = kept | {"kind": "hf", "path": str(folder), "name": head.model}
     config, policy, model = load_method(RunConfig.read(settings), parts, note)
     if (tokenizer_digest := tokenizer_hash(model.tokenizer)) != head.tokenizer:
-        raise ValueError(
+        raise OtherRun(
             f"the tokenizer of model {model.name} ({tokenizer_digest[:12]}) is another one than that of the requests "
-            f"({head.tokenizer[:12]}), so that their token ids stand for other words; give the same model, or ask again"
+            f"({head.tokenizer[:12]}), so that their token ids stand for other words; give the same model, or "
+            "ask again",
+            setting="model",
         )
     engine = parts.make_engine(config, model, policy)
     task = Ungraded(

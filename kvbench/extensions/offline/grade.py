@@ -17,6 +17,7 @@ from kvbench.results import identity, shards
 from kvbench.results.journal import Journal
 from kvbench.results.lines import journal_lines
 from kvbench.results.record import Counts, RunRecord
+from kvbench.results.refusals import NoResults, OtherRun
 from kvbench.results.sample import Key, SampleRecord, journal_record, key_of, prompt_digest
 from kvbench.results.writing import write_atomic
 from kvbench.runs.answers import finish
@@ -71,7 +72,7 @@ def grade(file: Path, answers: Path, results_dir: Path) -> int:
             failed += ended.record.status != "complete"
         failed += not whole
     if not done:
-        raise ValueError(
+        raise NoResults(
             f"{answers} has no run of {file} with all its answers; `offline what=answer file={file}` makes them"
         )
     return int(failed > 0)
@@ -85,7 +86,7 @@ def _task(head: Head, config: RunConfig, parts: Loaders) -> "tuple[TaskSet, Any]
     model = load_outline(config.model)
     task = load_task(config, model, parts, config.limit)
     if requests_file.digest_of(requests_file.request_lines(task.requests)) != head.requests:
-        raise ValueError(
+        raise OtherRun(
             f"task {task.name} has other requests here than the file: its data, its code or the tokenizer has changed "
             "since; grade with what asked, or ask again"
         )
@@ -195,7 +196,7 @@ def _grade_into(journal: Journal, task: "TaskSet", samples: dict[Key, SampleReco
             request = by_id[key[0]]
             prompt = sample["prompt"]
             if prompt["sha256"] != prompt_digest(request.prompt):
-                raise ValueError(f"the answer to {key[0]} is to another prompt; answer the file of requests again")
+                raise OtherRun(f"the answer to {key[0]} is to another prompt; answer the file of requests again")
             outcome = outcome_of(sample)
             graders.do(partial(grade_outcome, task, request, outcome), partial(write, request, prompt["tail"]))
 

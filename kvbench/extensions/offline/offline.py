@@ -11,7 +11,7 @@ from kvbench.config import calibrated, files
 from kvbench.config.compose import compose
 from kvbench.config.files import FULL
 from kvbench.config.settings import as_dict, read_config
-from kvbench.errors import check_name
+from kvbench.errors import SettingMissing, SettingsConflict, check_name
 from kvbench.evidence.load import patterns
 from kvbench.extensions.offline import requests_file
 from kvbench.extensions.offline.requests_file import Head, OfflineRun, answers_folder, tokenizer_hash
@@ -39,12 +39,14 @@ def main(arguments: Sequence[str], sweep: Callable[..., int] | None = None) -> i
     cfg = commands.compose_command("offline", words)
     what = check_name("what", cfg.what, ("ask", "answer", "grade"))
     if not cfg.file:
-        raise ValueError(f"offline what={what} needs file=, the file of requests, for example file=requests.jsonl")
+        raise SettingMissing(
+            f"offline what={what} needs file=, the file of requests, for example file=requests.jsonl", setting="file"
+        )
     if what == "ask":
         ask(cfg, others)
         return 0
     if others:
-        raise ValueError(f"what={what} takes the settings of runs from the file, so {others[0]} is for what=ask")
+        raise SettingsConflict(f"what={what} takes the settings of runs from the file, so {others[0]} is for what=ask")
     file, answers = Path(str(cfg.file)), answers_folder(Path(str(cfg.file)), cfg.answers)
     if what == "grade":
         from kvbench.extensions.offline import grade
@@ -84,13 +86,17 @@ def ask(cfg: "DictConfig", words: Sequence[str]) -> Head:
         parts.check_fit(config, parts.make_policy(config.method))
         request_lines = requests_file.request_lines(task.requests)
         if lines and request_lines != lines:
-            raise ValueError(f"{label}: its requests differ from those before; one file has one task, model and seed")
+            raise SettingsConflict(
+                f"{label}: its requests differ from those before; one file has one task, model and seed"
+            )
         lines, known[task.name] = request_lines, (Path(model.name).name.removesuffix(".gguf"), model)
         for run in _with_full(label, method, config, task):
             runs.setdefault(run.key, run)
     (task_name, (name, model)), *others = known.items()
     if others:
-        raise ValueError(f"one file has one task, and these are {', '.join(known)}; give the command once for each")
+        raise SettingsConflict(
+            f"one file has one task, and these are {', '.join(known)}; give the command once for each", setting="task"
+        )
     head = Head(
         format=requests_file.FORMAT,
         task=task_name,
@@ -119,11 +125,12 @@ def _jobs(cfg: "DictConfig", words: Sequence[str]) -> list[list[str]]:
 def _check_travels(config: RunConfig) -> None:
     """Refuse settings that mean something here alone."""
     if config.shard:
-        raise ValueError(f"shard={config.shard} is for what=answer; ask for all requests")
+        raise SettingsConflict(f"shard={config.shard} is for what=answer; ask for all requests", setting="shard")
     if config.method.get(calibration.KEY):
-        raise ValueError(
+        raise SettingsConflict(
             f"method.calibration={config.method[calibration.KEY]} names a file that was made for one model, and what "
-            "answers cannot check it; give its settings by hand"
+            "answers cannot check it; give its settings by hand",
+            setting="method.calibration",
         )
 
 
@@ -146,7 +153,10 @@ def _with_full(label: str, method: str, config: RunConfig, task: "TaskSet") -> l
 
     if method == FULL or config.reference != AUTO:
         if method != FULL and config.forces_full_answer:
-            raise ValueError(f"fidelity.on={FULL_ANSWER} forces the full cache's answers; set reference={AUTO}")
+            raise SettingsConflict(
+                f"fidelity.on={FULL_ANSWER} forces the full cache's answers; set reference={AUTO}",
+                setting="fidelity.on",
+            )
         return [run(label, method, config)]
     full = run(FULL, FULL, config.of_full())
     return [full, run(label, method, config, full)]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvbench.engine.requests import Request, Thoughts, Turn
+from kvbench.errors import FileContent, FileMissing
 from kvbench.models.files import combine_fingerprints
 from kvbench.results.typed import Misfit, parse, read_json
 from kvbench.results.writing import encode_line, plain, write_atomic
@@ -97,16 +98,19 @@ def read(path: Path) -> tuple[Head, list[Request]]:
     try:
         first, _, lines = path.read_bytes().partition(b"\n")
     except OSError as error:
-        raise ValueError(f"file={path} cannot be read: {error.strerror}; {remedy}") from error
+        raise FileMissing(f"file={path} cannot be read: {error.strerror}; {remedy}", setting="file") from error
     try:
         head: Head = parse(read_json(first), Head)
     except (Misfit, ValueError) as error:
-        raise ValueError(f"file={path} is no file of requests ({error}); {remedy}") from error
+        raise FileContent(f"file={path} is no file of requests ({error}); {remedy}", setting="file") from error
     if head.format != FORMAT:
-        raise ValueError(f"file={path} has format {head.format}, and this kvbench reads {FORMAT}; {remedy}")
+        raise FileContent(
+            f"file={path} has format {head.format}, and this kvbench reads {FORMAT}; {remedy}", setting="file"
+        )
     if digest_of(lines) != head.requests:
-        raise ValueError(
-            f"file={path} is damaged: its requests have another SHA-256 than its first line says; {remedy}"
+        raise FileContent(
+            f"file={path} is damaged: its requests have another SHA-256 than its first line says; {remedy}",
+            setting="file",
         )
     return head, [_request(json.loads(line)) for line in lines.splitlines()]
 

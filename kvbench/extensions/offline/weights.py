@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from kvbench.errors import FileContent, FileMissing
+
 SUMS = "SHA256SUMS"
 PIECE_BYTES = 1 << 20
 
@@ -24,18 +26,18 @@ def join(folder: Path) -> None:
         if ".part" in name or (path.is_file() and _digest(_pieces(path)) == digest):
             continue
         if not parts:
-            raise ValueError(f"{path} is missing or damaged: {SUMS} has another SHA-256; copy it again")
+            raise FileContent(f"{path} is missing or damaged: {SUMS} has another SHA-256; copy it again")
         if missing := [part for part in parts if not (folder / part).is_file()]:
-            raise ValueError(f"{path} lacks {len(missing)} of its {len(parts)} parts: {', '.join(missing)}; copy them")
+            raise FileMissing(f"{path} lacks {len(missing)} of its {len(parts)} parts: {', '.join(missing)}; copy them")
         for part in parts:
             if _digest(_pieces(folder / part)) != sums[part]:
-                raise ValueError(f"{folder / part} is damaged: {SUMS} has another SHA-256; copy it again")
+                raise FileContent(f"{folder / part} is damaged: {SUMS} has another SHA-256; copy it again")
         whole = folder / f".{name}.joining"
         with whole.open("wb") as file:
             copied = _digest(_copied(folder, parts, file.write))
         if copied != digest:
             whole.unlink()
-            raise ValueError(f"{path}: its parts together have another SHA-256 than {SUMS} says; split it again")
+            raise FileContent(f"{path}: its parts together have another SHA-256 than {SUMS} says; split it again")
         os.replace(whole, path)
 
 
@@ -45,7 +47,9 @@ def _read(path: Path) -> dict[str, str]:
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
         read = re.fullmatch(r"([0-9a-f]{64}) [ *]([^/\\]+)", line)
         if read is None or read[2] in (".", ".."):
-            raise ValueError(f"{path}: {ascii(line[:80])} is no line of sha256sum in this folder; write it again there")
+            raise FileContent(
+                f"{path}: {ascii(line[:80])} is no line of sha256sum in this folder; write it again there"
+            )
         digests[read[2]] = read[1]
     return digests
 

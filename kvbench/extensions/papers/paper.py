@@ -17,7 +17,7 @@ from rich.text import Text
 from kvbench.cli import commands, sweeping
 from kvbench.config import files
 from kvbench.config.settings import read_config
-from kvbench.errors import unknown_setting
+from kvbench.errors import SettingsConflict, SettingValue, Unsupported, unknown_setting
 from kvbench.extensions.papers import papers, printed, printed_bench
 from kvbench.extensions.papers.papers import GROUP, KINDS, Entry, Paper
 from kvbench.extensions.papers.report_section import OTHER_MODEL
@@ -53,14 +53,17 @@ def main(arguments: Sequence[str], sweep: suite.Sweeping) -> int:
         return _list_papers()
     paper = papers.find(str(cfg.paper))
     if cfg.plan not in (True, False, TIMED):
-        raise ValueError(
-            f"plan={cfg.plan} is no plan; write true for what would run, {TIMED} for how long it takes, too"
+        raise SettingValue(
+            f"plan={cfg.plan} is no plan; write true for what would run, {TIMED} for how long it takes, too",
+            setting="plan",
         )
     wanted = [(kind, cfg[kind]) for kind in KINDS if cfg[kind] is not None]
     if not wanted:
         return _list(paper)
     if len(wanted) > 1:
-        raise ValueError(f"{', '.join(f'{kind}={number}' for kind, number in wanted)}: give one of them at a time")
+        raise SettingsConflict(
+            f"{', '.join(f'{kind}={number}' for kind, number in wanted)}: give one of them at a time"
+        )
     entry = paper.find(*wanted[0])
     cfg.results_dir = cfg.results_dir or f"results/paper/{paper.key}"
     if entry.cannot:
@@ -221,7 +224,7 @@ def command_lines(
         commands.append((name, [*words, *mine, *(data if is_run else [])]))
     for word in () if entry.tasks else others:
         if word.startswith("hydra"):
-            raise ValueError(
+            raise Unsupported(
                 f"{word}: {entry.at} is one command and no sweep; {IN_A_JOB} srun --gres=gpu:1, this line without it"
             )
         if word not in taken and not word.startswith("model"):

@@ -17,6 +17,7 @@ from kvbench.errors import unknown_name
 from kvbench.evidence.load import patterns
 from kvbench.evidence.printed import PrintedPoint
 from kvbench.evidence.view import write_frame
+from kvbench.results.refusals import NoResults
 from kvbench.show import terminal
 
 if TYPE_CHECKING:
@@ -245,7 +246,7 @@ def main(cfg: DictConfig) -> int:
     frame = select(**wanted)
     if frame.empty:
         conditions = ", ".join(f"{name}={value}" for name, value in wanted.items() if value)
-        raise ValueError(f"no printed number has all of {conditions}; leave one out")
+        raise NoResults(f"no printed number has all of {conditions}; leave one out")
     console = terminal.console(150)
     _show(frame, len(frame) if cfg.limit is None else int(cfg.limit), console)
     write_frame(frame.astype(object).where(frame.notna(), None), cfg.out)

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from kvbench.config.settings import as_dict
 from kvbench.engine.prompt_cache import PromptCache
-from kvbench.errors import check_whole, unknown_name
+from kvbench.errors import PackageMissing, SettingValue, check_whole, unknown_name
 from kvbench.evidence.settings import check_margin
 from kvbench.extensions.calibrate.choose import evaluate
 from kvbench.extensions.calibrate.command import load_samples, opened, read_experiment
@@ -26,6 +26,7 @@ from kvbench.extensions.search.space import Tried, Wanted, by_hand, read_space, 
 from kvbench.extensions.search.verdict import Judged, judge
 from kvbench.results import identity
 from kvbench.results.measures import LOSSES
+from kvbench.results.refusals import NotMeasured
 from kvbench.rules import Number
 from kvbench.runs.calibration import KEY
 from kvbench.runs.config import read_bytes
@@ -79,7 +80,7 @@ def main(cfg: DictConfig, parts: Loaders | None = None) -> int:
 def _wanted(cfg: DictConfig) -> Wanted:
     """Check the settings of the command."""
     if find_spec("optuna") is None:
-        raise ValueError("search needs the package optuna, which is not installed; pip install -e '.[search]'")
+        raise PackageMissing("search needs the package optuna, which is not installed; pip install -e '.[search]'")
     for least, names in enumerate(("seed split_seed", "trials winners by_hand", "tuning_samples held_out_samples")):
         for name in names.split():
             check_whole(f"search.{name}", cfg[name], least)
@@ -90,7 +91,9 @@ def _wanted(cfg: DictConfig) -> Wanted:
     check_margin(cfg.margin)
     margin = LOSSES[cfg.criterion].measure.margin if cfg.margin is None else float(cfg.margin)
     if cfg.most is not None and not Number(margin, above=True).fits(cfg.most):
-        raise ValueError(f"search.most={cfg.most} must be a loss above the margin of {margin:g}")
+        raise SettingValue(
+            f"search.most={cfg.most} must be a loss above the margin of {margin:g}", setting="search.most"
+        )
     same = {name: cfg[name] for name in ("criterion", "resamples")}
     rule = Rule(**same, margin=margin, proof="interval", tie=0.01, seed=cfg.split_seed)
     sizes = {name: cfg[name] for name in ("tuning_samples", "held_out_samples")}
@@ -147,7 +150,7 @@ def _search(sweep: Sweep, wanted: Wanted, task: TaskSet, full: Trial, result_fol
         """Ends the search when enough is tried, or when the methods refuse too much."""
         refused = [trial for trial in study.get_trials(deepcopy=False)[begun:] if trial.state == states.FAIL]
         if len(refused) > REFUSED * wanted.cfg.trials:
-            raise ValueError(f"{len(refused)} settings could not be measured; the last: {last.params}")
+            raise NotMeasured(f"{len(refused)} settings could not be measured; the last: {last.params}")
         if done() >= wanted.cfg.trials:
             study.stop()
 

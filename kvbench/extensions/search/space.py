@@ -13,7 +13,7 @@ from kvbench.config import files
 from kvbench.config.files import FULL, SHARED
 from kvbench.config.methods import method_settings
 from kvbench.config.settings import as_dict
-from kvbench.errors import unknown_name
+from kvbench.errors import SettingValue, unknown_name
 from kvbench.evidence.dominance import best_so_far
 from kvbench.extensions.calibrate.choose import Measured
 from kvbench.extensions.calibrate.plan import Plan
@@ -86,14 +86,20 @@ def read_space(cfg: DictConfig) -> list[Searched]:
         if knobs:
             space.setdefault(repr(sorted(rest.items(), key=str)), Searched(method=method, knobs=knobs))
     if not space:
-        raise ValueError(f"search.methods={cfg.methods}: none of them has a setting to vary; `kvbench help` shows them")
+        raise SettingValue(
+            f"search.methods={cfg.methods}: none of them has a setting to vary; `kvbench help` shows them",
+            setting="search.methods",
+        )
     return list(space.values())
 
 
 def _range(budget: Any) -> tuple[float, float]:
     ends = list(budget) if not isinstance(budget, int | float | str) and budget is not None else []
     if len(ends) != 2 or not all(map(Number(0, 1, above=True).fits, ends)) or ends[0] >= ends[1]:
-        raise ValueError(f"search.budget={budget} is no range; give two shares, the smaller first, such as [0.05,0.9]")
+        raise SettingValue(
+            f"search.budget={budget} is no range; give two shares, the smaller first, such as [0.05,0.9]",
+            setting="search.budget",
+        )
     return float(ends[0]), float(ends[1])
 
 

@@ -10,6 +10,7 @@ from kvbench.evidence.compared import EQUAL_LEVEL, ComparedRun, difference
 from kvbench.evidence.load import load_groups
 from kvbench.evidence.settings import check
 from kvbench.evidence.view import Grid, notes, show
+from kvbench.results.refusals import NoResults
 from kvbench.show import terminal
 from kvbench.show.terminal import number
 from kvbench.stats.paired import ALPHA
@@ -42,7 +43,10 @@ def main(cfg: DictConfig) -> int:
     tables = [(group, *compare_group(group, cfg)) for group in groups]
     family = [row for _, rows, _ in tables for row in rows]
     if not family:
-        raise ValueError(f"nothing to plan with under {cfg.results_dir}: run a few samples first, such as limit=20")
+        raise NoResults(
+            f"nothing to plan with under {cfg.results_dir}: run a few samples first, such as limit=20",
+            setting="results_dir",
+        )
     correct(family)
     console = terminal.console(120)
     for group, rows, said in tables:

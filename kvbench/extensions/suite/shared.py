@@ -8,7 +8,7 @@ from omegaconf import DictConfig
 from kvbench.cli import endings
 from kvbench.cli.words import config_dir_flags
 from kvbench.config import files
-from kvbench.errors import check_whole
+from kvbench.errors import FileMissing, check_whole
 from kvbench.results.writing import write_file
 from kvbench.rules.files import read_regular
 from kvbench.show.progress import format_seconds, note
@@ -36,7 +36,9 @@ def take(cfg: DictConfig, jobs: Sequence[Sequence[str]]) -> int:
         lines = read_regular(path, MOST_BYTES).decode().split()
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise ValueError(f"selection={path} cannot be read: {why}; name a file with lines of a manifest") from error
+        raise FileMissing(
+            f"selection={path} cannot be read: {why}; name a file with lines of a manifest", setting="selection"
+        ) from error
     items = [Item.read(line) for line in lines]
     worker = Worker(jobs if items else [], name=path.name, flags=config_dir_flags(files.config_dirs()))
     done = worker.work(items)

@@ -13,7 +13,7 @@ from kvbench.cli import commands, endings, sweeping
 from kvbench.config import extensions, files
 from kvbench.config.files import AGREED
 from kvbench.config.settings import as_dict, read_config, read_settings
-from kvbench.errors import check_name, unknown_name
+from kvbench.errors import FileContent, SettingMissing, SettingsConflict, Unsupported, check_name, unknown_name
 from kvbench.evidence.load import lets_through, patterns
 from kvbench.rules import Form, check_settings
 from kvbench.show.progress import note
@@ -70,8 +70,9 @@ def main(arguments: Sequence[str], sweep: Sweeping) -> int:
     if not shared:
         return run(suite, cfg, others, command, sweep)
     if len(shared) > 1 or any(word.startswith("hydra") for word in others):
-        raise ValueError(
-            f"{shared[0]}= is one way to share the work, and {', '.join(shared[1:]) or 'a launcher'} another; give one"
+        raise SettingsConflict(
+            f"{shared[0]}= is one way to share the work, and {', '.join(shared[1:]) or 'a launcher'} another; give one",
+            setting=shared[0],
         )
     from kvbench.extensions.suite import shared as suite_shared
 
@@ -80,7 +81,7 @@ def main(arguments: Sequence[str], sweep: Sweeping) -> int:
         return suite_shared.write_manifest(cfg, work) if cfg.manifest else suite_shared.take(cfg, work)
     carry_out = next(extensions.hooks("suite.ray"), None)
     if carry_out is None:
-        raise ValueError(f"ray={cfg.ray} needs the extension cluster, which is missing; leave ray out")
+        raise Unsupported(f"ray={cfg.ray} needs the extension cluster, which is missing; leave ray out", setting="ray")
     check = carry_out(cfg, work, command)
     return endings.EXIT_FAILED if check is None else run(suite, cfg, others, command, sweep, check)
 
@@ -138,7 +139,7 @@ def choice(words: Sequence[str], group: str) -> str:
     for word in words:
         if word.startswith(f"{group}="):
             return word.partition("=")[2]
-    raise ValueError(f"a line of a suite says {group}=NAME, and this one does not: {shlex.join(words)}")
+    raise FileContent(f"a line of a suite says {group}=NAME, and this one does not: {shlex.join(words)}")
 
 
 def data_words(cfg: DictConfig) -> list[str]:
@@ -161,9 +162,10 @@ def _tasks(suite: Suite, cfg: DictConfig) -> list[list[str]]:
             continue
         takes = read_config(files.path_of("task", check_name("task", name, files.options("task"))))
         if AGREED in takes and not cfg[AGREED]:
-            raise ValueError(
+            raise SettingMissing(
                 f"the protocol asks {name}, which runs code that the model wrote; add {AGREED}=true if you agree "
-                "that it runs on this machine, in the sandbox, or choose others with tasks="
+                "that it runs on this machine, in the sandbox, or choose others with tasks=",
+                setting=AGREED,
             )
         line += [f"task.{AGREED}=true"] if AGREED in takes else []
         words = data_words(cfg) if "data_dir" in takes else []

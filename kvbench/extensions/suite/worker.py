@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 
+from kvbench.errors import FileContent, SettingsConflict
+from kvbench.results.refusals import NotMeasured, OtherRun
 from kvbench.runs import parts
 from kvbench.runs.cross_run_batch import RunRequest, groups, run_cross_batch
 from kvbench.runs.experiment import prepared
@@ -45,7 +47,7 @@ class Item:
         """
         match = re.fullmatch(r"([0-9]{1,6})/([^/\s]+)/([0-9a-f]{8})/([0-9]{1,9})-([0-9]{1,9})", text)
         if match is None or int(match[4]) > int(match[5]):
-            raise ValueError(f"{text[:80]!r} is no item of a manifest, such as 2/gsm8k/3fa9c0d1/0-15; write it anew")
+            raise FileContent(f"{text[:80]!r} is no item of a manifest, such as 2/gsm8k/3fa9c0d1/0-15; write it anew")
         return cls(int(match[1]), match[2], match[3], int(match[4]), int(match[5]))
 
     def __str__(self) -> str:
@@ -113,7 +115,7 @@ class Worker:
         with open_dict(cfg):
             chosen = cfg.pop("_choices_")
         if not cfg.resume or cfg.shard:
-            raise ValueError(
+            raise SettingsConflict(
                 "resume=false and shard= are not for workers: the one throws away what others finished, the other is "
                 "another way to share a run; leave them out"
             )
@@ -133,7 +135,7 @@ class Worker:
             for start in range(0, line.prompts, size):
                 items.append(Item(number, line.task, line.runs, start, min(start + size, line.prompts) - 1))
         if not items:
-            raise ValueError("there are no items: no run can be prepared, as is said above; mend one")
+            raise NotMeasured("there are no items: no run can be prepared, as is said above; mend one")
         return items
 
     def work(self, items: Iterable[Item]) -> Done:
@@ -160,7 +162,7 @@ class Worker:
         """Refuse an item of other runs than this worker's."""
         here = self._line(item.line) if item.line <= len(self._lines) else _Line()
         if item.runs != here.runs or item.last >= here.prompts:
-            raise ValueError(
+            raise OtherRun(
                 f"item {item}: line {item.line} has the runs {here.runs} here and {here.prompts} prompts; settings, "
                 "code, libraries or the device differ from where the manifest was written; make them alike, or write "
                 "it here"

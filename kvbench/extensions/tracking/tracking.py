@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from kvbench.errors import unknown_name
+from kvbench.errors import PackageMissing, unknown_name
 from kvbench.results.measures import FIDELITY, RESIDENT
 from kvbench.results.record import RunRecord
 from kvbench.results.sample import SampleRecord
@@ -29,7 +29,10 @@ def check(tracker: object) -> None:
     if tracker not in TRACKERS:
         raise unknown_name("tracker", tracker, (NONE, *TRACKERS))
     if str(tracker) not in sys.modules and find_spec(str(tracker)) is None:
-        raise ValueError(f"tracker={tracker} needs the library {tracker}: pip install {tracker}, or set tracker=none")
+        raise PackageMissing(
+            f"tracker={tracker} needs the library {tracker}: pip install {tracker}, or set tracker=none",
+            setting="tracker",
+        )
 
 
 def track(

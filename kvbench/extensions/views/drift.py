@@ -15,6 +15,7 @@ from kvbench.errors import check_whole
 from kvbench.evidence.load import Group, StoredRun
 from kvbench.evidence.view import Grid, Part, View, ViewResult, frame_of, line, notes
 from kvbench.results.measures import NATS_TOLERANCE
+from kvbench.results.refusals import NoResults
 from kvbench.results.sample import SampleRecord
 from kvbench.show.csv_file import Cell, csv_row
 from kvbench.show.picture import GREY, STYLES, drawn, legend_below, method_style
@@ -295,7 +296,7 @@ def compute(groups: Sequence[Group], cfg: DictConfig) -> ViewResult:
     """The curves of all groups; raises ValueError where no run has measurements of every token."""
     several = [drawing for group in groups if (drawing := drawing_of(group, _width(cfg))) is not None]
     if not several:
-        raise ValueError(
+        raise NoResults(
             f"no run under results_dir={cfg.results_dir} that fits the filters says what was measured of every token; "
             "`python -m kvbench task=drift` or `task=stream` makes one, and so does any task with "
             "fidelity.per_token=true"

@@ -15,6 +15,7 @@ from kvbench.evidence.load import Group, StoredRun
 from kvbench.evidence.samples import SampleName, curve_of, measure
 from kvbench.evidence.view import Grid, Part, View, ViewResult, frame_of, notes
 from kvbench.results.measures import Measure
+from kvbench.results.refusals import NoResults
 from kvbench.show.csv_file import Cell, csv_row
 from kvbench.show.picture import BLUE, VERMILION, drawn
 from kvbench.show.terminal import number
@@ -188,7 +189,7 @@ def compute(groups: Sequence[Group], cfg: DictConfig) -> ViewResult:
     groups = [group for group in groups if any(cells_of(run) for run in group.runs)]
     several = [panels for group in groups if (panels := panels_of(group, str(cfg.metric))) is not None]
     if not several:
-        raise ValueError(
+        raise NoResults(
             f"no run under results_dir={cfg.results_dir} that fits the filters has depths and lengths; "
             "`python -m kvbench task=needle` makes one"
         )

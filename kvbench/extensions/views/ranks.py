@@ -10,6 +10,7 @@ from rich.text import Text
 from scipy.stats import rankdata
 
 from kvbench.config.files import FULL
+from kvbench.errors import SettingsConflict, SettingValue
 from kvbench.evidence.across import between
 from kvbench.evidence.budget_curves import OutOfRange, at_bytes, series_of
 from kvbench.evidence.frontier import Questions, pool_strata, question
@@ -18,6 +19,7 @@ from kvbench.evidence.samples import Curve, by_subset, curve_of, measure, shared
 from kvbench.evidence.settings import Bytes, bytes_wanted
 from kvbench.evidence.view import Grid, Part, View, ViewResult, frame_of, line, notes
 from kvbench.results.measures import Measure
+from kvbench.results.refusals import NoResults
 from kvbench.show import terminal
 from kvbench.show.csv_file import Cell, csv_row
 from kvbench.show.terminal import number
@@ -62,12 +64,15 @@ def check(cfg: DictConfig) -> None:
     """Raises ValueError where `metrics` are neither two nor one, or one with `at_bytes`."""
     names = patterns(cfg.metrics) or []
     if not 1 <= len(names) == len(set(names)) <= 2:
-        raise ValueError(
-            f"metrics={cfg.metrics} are not two measures; write metrics=[nll,score], or metrics=score to compare groups"
+        raise SettingValue(
+            f"metrics={cfg.metrics} are not two measures; write metrics=[nll,score], or metrics=score to compare "
+            "groups",
+            setting="metrics",
         )
     if len(names) == 1 and cfg.at_bytes is not None:
-        raise ValueError(
-            f"at_bytes={cfg.at_bytes} is for two measures; groups are compared by their runs: leave it out"
+        raise SettingsConflict(
+            f"at_bytes={cfg.at_bytes} is for two measures; groups are compared by their runs: leave it out",
+            setting="at_bytes",
         )
 
 
@@ -191,7 +196,7 @@ def _between(groups: Sequence[Group], metric: str, cfg: DictConfig) -> ViewResul
     """Of one measure: whether the groups rank the runs alike."""
     pairs = between(groups, metric, cfg)
     if not pairs:
-        raise ValueError(f"nothing to rank: no two of {len(groups)} groups share {FEWEST_RUNS} complete runs")
+        raise NoResults(f"nothing to rank: no two of {len(groups)} groups share {FEWEST_RUNS} complete runs")
     legend = "\n[a, b]: 95 % percentile interval, the questions of each group resampled by themselves."
     return ViewResult(
         parts=[
@@ -215,7 +220,7 @@ def compute(groups: Sequence[Group], cfg: DictConfig) -> ViewResult:
     ranked, said = rankings(groups, cfg)
     said += [note for group in groups for note in group.notes]
     if not ranked:
-        raise ValueError(f"nothing to rank. {sentences(said)}")
+        raise NoResults(f"nothing to rank. {sentences(said)}")
     legend = "\n[a, b]: 95 % percentile interval, questions resampled with all their answers."
     return ViewResult(
         parts=[*(part for one in ranked for part in texts(one)), *notes(said), Text(legend, style="dim")],

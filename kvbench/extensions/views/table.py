@@ -5,6 +5,7 @@ from functools import partial
 
 from omegaconf import DictConfig
 
+from kvbench.errors import SettingValue
 from kvbench.evidence.load import Group
 from kvbench.evidence.view import View, ViewResult, frame_of
 from kvbench.extensions.views.table_content import AVERAGE, Cell, PaperTable, tables_of
@@ -90,7 +91,7 @@ def legend(table: PaperTable, mark: str) -> list[str]:
 def check(cfg: DictConfig) -> None:
     """Raise ValueError where there are more decimals than a score has."""
     if cfg.digits > LONGEST:
-        raise ValueError(f"digits={cfg.digits} is more than {LONGEST}; take fewer decimals")
+        raise SettingValue(f"digits={cfg.digits} is more than {LONGEST}; take fewer decimals", setting="digits")
 
 
 def records(tables: Sequence[PaperTable]) -> Iterator[dict[str, CsvCell]]:

@@ -16,6 +16,7 @@ from kvbench.evidence.frontier import Interval, score_interval
 from kvbench.evidence.load import Group, StoredRun, sentences
 from kvbench.evidence.samples import ENOUGH, SampleName, curve_of, measure, strata_of
 from kvbench.results.measures import BENCHMARKS, Measure, plain_subset
+from kvbench.results.refusals import NoResults
 from kvbench.results.sample import SampleRecord
 from kvbench.results.summary import sums
 from kvbench.stats.paired import ALPHA, difference, holm
@@ -80,7 +81,7 @@ def tables_of(groups: Sequence[Group], cfg: Mapping) -> list[PaperTable]:
     filled = [table for table in tables if table.rows]
     if not filled:
         reasons = [note for group in groups for note in group.notes]
-        raise ValueError(f"no table can be made. {sentences(reasons)}")
+        raise NoResults(f"no table can be made. {sentences(reasons)}")
     return filled
 
 

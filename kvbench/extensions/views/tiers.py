@@ -12,6 +12,7 @@ from kvbench.config.files import FULL
 from kvbench.evidence.load import Group, StoredRun
 from kvbench.evidence.report_bars import named, tier_names
 from kvbench.evidence.view import Grid, View, ViewResult, frame_of, notes
+from kvbench.results.refusals import NoResults
 from kvbench.show.csv_file import csv_row
 from kvbench.show.picture import drawn, share_bars
 from kvbench.show.terminal import number, span
@@ -80,7 +81,7 @@ def compute(groups: Sequence[Group], cfg: DictConfig) -> ViewResult:
         shares for group in groups for run in group.runs if run.method != FULL and (shares := shares_of(group, run))
     ]
     if not all_shares:
-        raise ValueError(f"no run under results_dir={cfg.results_dir} says what it holds; run a method beside full")
+        raise NoResults(f"no run under results_dir={cfg.results_dir} says what it holds; run a method beside full")
     names = list(dict.fromkeys(name for shares in all_shares for name in shares.parts))
     columns = [
         (f"{name}, %", [_text(shares.parts.get(name)) for shares in all_shares])

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+from kvbench.errors import Unsupported
 from kvbench.rules import Choice, Several, Text, Whole
 from kvbench.tasks.chat import render_chat, system_messages
 from kvbench.tasks.choices import ChoiceSet, choice_request
@@ -160,9 +161,10 @@ class _Asker:
         start = text.rfind(question.strip())
         if start < 0:
             if not self.protocol.query_aware:
-                raise ValueError(
+                raise Unsupported(
                     f"protocol.query_aware=false needs the question inside the chat template unchanged, but the "
-                    f"template of model {self.model.name} alters it; set protocol.chat_template=never"
+                    f"template of model {self.model.name} alters it; set protocol.chat_template=never",
+                    setting="protocol.query_aware",
                 )
             start = len(text)
         return text[:start], text[start:]

@@ -5,7 +5,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from kvbench.errors import unknown_name
+from kvbench.errors import FileContent, FileMissing, unknown_name
 from kvbench.tasks.custom.metrics import CHOICE, check_answers
 from kvbench.tasks.formats import READ, source_of
 from kvbench.tasks.rows import Rows, kind_of, read_rows
@@ -22,12 +22,15 @@ def read_file(file: str, metric: str, requires_context: bool, settings: Collecti
     """Read the rows of the setting `task.file`; as `check_row` otherwise."""
     path = Path(file).expanduser()
     if not path.is_file():
-        raise ValueError(
-            f"task.file={file} is not a file (looked for {path.absolute()}); give the path of a file of rows"
+        raise FileMissing(
+            f"task.file={file} is not a file (looked for {path.absolute()}); give the path of a file of rows",
+            setting="task.file",
         )
     source = source_of(path, one_row=True)
     if source is None:
-        raise ValueError(f"task.file={file} is an archive without rows; rows are read from {READ}")
+        raise FileContent(
+            f"task.file={file} is an archive without rows; rows are read from {READ}", setting="task.file"
+        )
     unused: dict[str, None] = {}
 
     def check(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Annotated, ClassVar
 
 from kvbench.engine.requests import Outcome, Request
+from kvbench.errors import SettingValue
 from kvbench.rules import Number, Text, Whole
 from kvbench.stats.intervals import estimate
 from kvbench.stats.repetition import GRAM, longest_loop, repeated_share
@@ -91,9 +92,10 @@ class Drift(Task):
         protocol, model = ask.protocol, ask.model
         tokens, prompt_tokens = protocol.max_new_tokens or self.tokens, self.prompt_tokens
         if prompt_tokens + tokens > model.max_tokens:
-            raise ValueError(
+            raise SettingValue(
                 f"task.tokens={tokens} behind task.prompt_tokens={prompt_tokens} does not fit model {model.name}, "
-                f"which holds {model.max_tokens} tokens; take fewer"
+                f"which holds {model.max_tokens} tokens; take fewer",
+                setting="task.tokens",
             )
         items = ask.items(self.items)
         requests = [

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Annotated, Any, ClassVar
 
+from kvbench.errors import SettingValue
 from kvbench.rules import Choice
 from kvbench.tasks.answers import NUMBER, TERM, final_answer, graded, last_boxed, to_number
 from kvbench.tasks.files import DataFile, find_rows
@@ -157,9 +158,10 @@ def load(form: str, data_dir: str | None = None, seed: int = 0, **_: object) -> 
         train = find_rows(data_file("train"), data_dir)
         skipped = train.quarantined
         if len(train) < NUM_SHOTS:
-            raise ValueError(
+            raise SettingValue(
                 f"task.form=fewshot5 draws {NUM_SHOTS} examples, and the train file has {len(train)}; copy it "
-                "again or take task.form=cot8"
+                "again or take task.form=cot8",
+                setting="task.form",
             )
         shots = random.Random(seed).sample(list(train), NUM_SHOTS)
         context = "".join(

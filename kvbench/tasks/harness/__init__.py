@@ -18,7 +18,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from kvbench.engine.requests import Request
-from kvbench.errors import unknown_name
+from kvbench.errors import SettingMissing, SettingsConflict, Unsupported, unknown_name
 from kvbench.rules import VALUES, Choice, Text, Whole
 from kvbench.tasks.chat import check_template, render_chat, require_template, thinking_label
 from kvbench.tasks.choices import choice_request
@@ -71,7 +71,10 @@ class HarnessTask(Task):
 
     def __post_init__(self) -> None:
         if self.name is None:  # as in the shipped file
-            raise ValueError("task.name=null names no task; give one of lm-eval's: task.name=hellaswag, for example")
+            raise SettingMissing(
+                "task.name=null names no task; give one of lm-eval's: task.name=hellaswag, for example",
+                setting="task.name",
+            )
         super().__post_init__()
 
     def data(
@@ -162,9 +165,10 @@ class HarnessTask(Task):
             require_template(ask.model)
             check_template(ask.model, ask.protocol)
         if ask.protocol.chat_setting is not None and not rendered:
-            raise ValueError(
+            raise SettingsConflict(
                 f"{ask.protocol.chat_setting} needs a chat, and lm-eval's tasks are asked as "
-                "plain text; set protocol.chat_template=always"
+                "plain text; set protocol.chat_template=always",
+                setting=ask.protocol.chat_setting.partition("=")[0],
             )
         return rendered
 
@@ -190,7 +194,10 @@ class HarnessTask(Task):
                 raise cannot(leaf, f"the prompt of document {doc_id}", error) from error
             instances = made if isinstance(made, list) else [made]
             if len({instance.args[0] for instance in instances}) > 1:
-                raise ValueError(f"task.name={leaf} scores its choices behind more than one prompt; {_OTHER_WAY}")
+                raise Unsupported(
+                    f"task.name={leaf} scores its choices behind more than one prompt; {_OTHER_WAY}",
+                    setting="task.name",
+                )
             one = Doc(leaf, task, doc, instances, rendered)
             build = self._generation if task.OUTPUT_TYPE == "generate_until" else self._choices
             requests.append((build(ask, f"{leaf}/{doc_id}", one), one))
@@ -207,11 +214,12 @@ class HarnessTask(Task):
         if context:
             return text.index(context, start) + len(context)
         if start <= 0 or not task.get_config("num_fewshot"):
-            raise ValueError(
+            raise SettingsConflict(
                 f"protocol.query_aware=false needs a prompt with a context before its question, and the prompts of "
                 f"task.name={one.leaf} have none; name the field of its documents that is the context with "
                 f"task.context_field= (they have {', '.join(sorted(doc))}), set task.num_fewshot above 0, or "
-                "protocol.query_aware=true"
+                "protocol.query_aware=true",
+                setting="protocol.query_aware",
             )
         return start
 
@@ -263,23 +271,29 @@ class HarnessTask(Task):
 def _check(leaf: str, task: "LmEvalTask", protocol: Protocol) -> None:
     """Refuse what this loop cannot run, with the way that can."""
     if task.OUTPUT_TYPE == "loglikelihood_rolling":
-        raise ValueError(
+        raise Unsupported(
             f"task.name={leaf} scores whole texts (loglikelihood_rolling), which has no answer to record; take "
-            f"`python -m kvbench lm_eval --model kvbench --tasks {leaf}`, or task=stream task.file=FILE"
+            f"`python -m kvbench lm_eval --model kvbench --tasks {leaf}`, or task=stream task.file=FILE",
+            setting="task.name",
         )
     if getattr(task, "UNSAFE_CODE", False):
-        raise ValueError(
+        raise Unsupported(
             f"task.name={leaf} runs generated code outside a cage in lm-eval; take task=humaneval_plus or "
-            "task=mbpp_plus, which run it in one"
+            "task=mbpp_plus, which run it in one",
+            setting="task.name",
         )
     if task.config.repeats > 1:
-        raise ValueError(
+        raise Unsupported(
             f"task.name={leaf} asks for {task.config.repeats} answers and lets them vote, which kvbench's run does not "
-            f"do; {_OTHER_WAY}, or take protocol=sampled with a task that answers once"
+            f"do; {_OTHER_WAY}, or take protocol=sampled with a task that answers once",
+            setting="task.name",
         )
     if getattr(task, "multiple_input", 0):
-        raise ValueError(f"task.name={leaf} compares prompts, not continuations of one; {_OTHER_WAY}")
+        raise Unsupported(
+            f"task.name={leaf} compares prompts, not continuations of one; {_OTHER_WAY}", setting="task.name"
+        )
     if task.OUTPUT_TYPE != "generate_until" and protocol.num_samples > 1:
-        raise ValueError(
-            f"task.name={leaf} scores choices, which are not sampled; set protocol.num_samples=1 and temperature=0"
+        raise SettingsConflict(
+            f"task.name={leaf} scores choices, which are not sampled; set protocol.num_samples=1 and temperature=0",
+            setting="protocol.num_samples",
         )

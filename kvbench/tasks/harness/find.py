@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvbench.config.code import drop_stale_bytecode
-from kvbench.errors import what_happened
+from kvbench.errors import FileContent, FileMissing, NameUnknown, PackageMissing, SettingMissing, what_happened
 from kvbench.stats.strata import Weighting
 from kvbench.tasks.files import MissingDataError
 from kvbench.tasks.lmeval import lmeval_tasks_folder, quiet
@@ -83,7 +83,9 @@ def manager_of(
     include = [Path(path).expanduser() for path in include_path]
     for path in include:
         if not path.is_dir():
-            raise ValueError(f"task.include_path={path} is not a folder; give one that holds task YAMLs")
+            raise FileMissing(
+                f"task.include_path={path} is not a folder; give one that holds task YAMLs", setting="task.include_path"
+            )
         drop_stale_bytecode(path.rglob("*.py"))
     roots = [*include, lmeval_tasks_folder(), *extra]
     folders: dict[Path, None] = {}
@@ -112,20 +114,21 @@ def _members(entry: Any) -> list[str]:
     return [child for child in listed if isinstance(child, str)]
 
 
-def _unknown(name: str, roots: Iterable[Path]) -> ValueError:
+def _unknown(name: str, roots: Iterable[Path]) -> NameUnknown:
     known = {match.decode() for root in roots for path in _files(root) for match in _NAME.findall(path.read_bytes())}
     near = get_close_matches(name, known, n=5, cutoff=0.5)
     hint = f" Near: {', '.join(near)}." if near else ""
-    return ValueError(
+    return NameUnknown(
         f"task.name={name}: lm-eval {version('lm_eval')} has no task, group or tag of that name.{hint} A task of your "
-        "own needs task.include_path=FOLDER with its YAML."
+        "own needs task.include_path=FOLDER with its YAML.",
+        setting="task.name",
     )
 
 
-def missing_package(what: str, error: ImportError) -> ValueError:
+def missing_package(what: str, error: ImportError) -> PackageMissing:
     """The error of something that needs a package that is not installed, with the line that installs it."""
     if error.name is None:
-        return ValueError(f"{what} needs a package that is not installed: {' '.join(str(error).split())[:500]}")
+        return PackageMissing(f"{what} needs a package that is not installed: {' '.join(str(error).split())[:500]}")
     package = error.name.partition(".")[0]
     line = f"pip install {package}"
     for need in requires("lm_eval") or ():
@@ -133,7 +136,7 @@ def missing_package(what: str, error: ImportError) -> ValueError:
         if named and extra and re.sub(r"[-.]", "_", named[0]).lower() == package.lower():
             line = f"pip install 'lm_eval[{extra[1]}]'"
             break
-    return ValueError(
+    return PackageMissing(
         f"{what} needs the package {package}, which is not installed; `{line}`, or see the README of the task in "
         "lm-eval"
     )
@@ -177,21 +180,24 @@ def load_tasks(manager: "TaskManager", name: str, data_dir: str | None) -> "dict
         raise missing_package(f"task.name={name}", error) from error
     except AssertionError as error:
         why = " ".join(str(error).split())[:300] or "an assertion of its code failed"
-        raise ValueError(
-            f"task.name={name} cannot make its data: {why}; tell it more with task.metadata={{NAME: VALUE}}"
+        raise SettingMissing(
+            f"task.name={name} cannot make its data: {why}; tell it more with task.metadata={{NAME: VALUE}}",
+            setting="task.metadata",
         ) from error
     except KeyError as error:
-        raise ValueError(
+        raise FileContent(
             f"task.name={name}: its data has no split {error} (or lm-eval no task of that name); give a whole copy of "
-            "the data set's repository as task.data_dir, or leave it out"
+            "the data set's repository as task.data_dir, or leave it out",
+            setting="task.data_dir",
         ) from error
     except LookupError as error:  # nltk's, for a text model of its own that it has not
         wanted = re.search(r"nltk\.download\('([\w.]+)'\)", str(error))
         if wanted is None:
             raise cannot(name, "its data", error) from error
-        raise ValueError(
+        raise PackageMissing(
             f"task.name={name} needs {wanted[1]} of nltk, which is not here; `python -m nltk.downloader {wanted[1]}` "
-            "gets it where there is a network"
+            "gets it where there is a network",
+            setting="task.name",
         ) from error
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise _missing(name, manager, error) from error
@@ -199,9 +205,12 @@ def load_tasks(manager: "TaskManager", name: str, data_dir: str | None) -> "dict
         raise cannot(name, "its data", error) from error
 
 
-def cannot(name: str, what: str, error: Exception) -> ValueError:
+def cannot(name: str, what: str, error: Exception) -> FileContent:
     """Say that lm-eval raised something over a task, and which of it."""
-    return ValueError(f"task.name={name}: lm-eval cannot make {what} ({what_happened(error)}); repair the task's YAML")
+    return FileContent(
+        f"task.name={name}: lm-eval cannot make {what} ({what_happened(error)}); repair the task's YAML",
+        setting="task.name",
+    )
 
 
 def _missing(name: str, manager: "TaskManager", error: Exception) -> MissingDataError:
@@ -229,7 +238,10 @@ def _specs(name: str, index: Mapping[str, Any], data_dir: str | None) -> list:
         return sorted(_tagged(name, index)) if index[name].kind.name == "TAG" else [name]
     folder = Path(data_dir).expanduser()
     if not folder.is_dir():
-        raise ValueError(f"task.data_dir={data_dir} is not a folder; give a local copy of the data set's repository")
+        raise FileMissing(
+            f"task.data_dir={data_dir} is not a folder; give a local copy of the data set's repository",
+            setting="task.data_dir",
+        )
     # Only members of a group take changes on top of what lm-eval has registered under their name.
     members = [leaf | {"dataset_path": str(folder)} for leaf in _leaves({"task": name}, index)]
     return [{"group": f"kvbench_{name}", "task": members}]

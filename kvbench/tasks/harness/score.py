@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from kvbench.engine.requests import OUT_OF_TIME, Request
+from kvbench.errors import Unsupported
 from kvbench.tasks.answers import after_thinking
 from kvbench.tasks.taskset import MetricInfo, TaskSet
 
@@ -70,10 +71,11 @@ def common_metrics(tasks: "Mapping[str, Task]") -> dict[str, MetricInfo]:
     names = [name for name in each[0] if all(name in scores for scores in each)] if each else []
     if not names:
         reported = sorted({name for task in tasks.values() for name in task.aggregation()})
-        raise ValueError(
+        raise Unsupported(
             f"the tasks {', '.join(list(tasks)[:5])} share no metric that is a mean over documents (they report "
             f"{', '.join(reported)}); choose one task, or run `kvbench lm_eval --model kvbench --tasks ...`. RULER's "
-            "are made and scored by task=ruler"
+            "are made and scored by task=ruler",
+            setting="task.name",
         )
     return {name: MetricInfo(each[0][name], f"lm-eval's {name}") for name in names}
 
@@ -99,12 +101,15 @@ class HarnessTaskSet(TaskSet):
         for name in self.metrics:
             value = measured.get(name)
             if not isinstance(value, SupportsFloat):
-                raise ValueError(f"lm-eval gives no number for {name} of {request.sample_id}, but {value!r}")
+                raise Unsupported(
+                    f"lm-eval gives no number for {name} of {request.sample_id}, but {value!r}", setting="task.name"
+                )
             scores[name] = float(value)
             if not 0 <= scores[name] <= 1:
-                raise ValueError(
+                raise Unsupported(
                     f"{name} of {request.sample_id} is {scores[name]}; kvbench's intervals hold for metrics between 0 "
-                    "and 1 only. `kvbench lm_eval --model kvbench --tasks ...` runs this task"
+                    "and 1 only. `kvbench lm_eval --model kvbench --tasks ...` runs this task",
+                    setting="task.name",
                 )
         return scores
 

@@ -18,6 +18,7 @@ from random import Random
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from kvbench.engine.requests import Request
+from kvbench.errors import SettingValue, Unsupported
 from kvbench.rules import Whole
 from kvbench.tasks.chat import NoSystemMessage, check_template
 from kvbench.tasks.fill import TooShort, fill_length
@@ -123,9 +124,10 @@ def _in_words_of_the_task(model: "LoadedModel") -> Iterator[None]:
     try:
         yield
     except NoSystemMessage as error:
-        raise ValueError(
+        raise Unsupported(
             f"task=instructions gives its rules in a system message, and the chat template of model {model.name} "
-            f"{error.why}; set protocol.chat_template=never, which puts them before the text, or choose another model"
+            f"{error.why}; set protocol.chat_template=never, which puts them before the text, or choose another model",
+            setting="protocol.chat_template",
         ) from error
 
 
@@ -155,9 +157,10 @@ def _request(
     try:
         words = fill_length(count, length - others, 4 * length, least=1)
     except TooShort as error:
-        raise ValueError(
+        raise SettingValue(
             f"task.lengths={length} is too short: instructions, questions and the room for the answers take "
-            f"{error.needed + others} tokens without any text; raise it, or lower task.turns"
+            f"{error.needed + others} tokens without any text; raise it, or lower task.turns",
+            setting="task.lengths",
         ) from error
     return builder.build(
         sample_id=sample_id,

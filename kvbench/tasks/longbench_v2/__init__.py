@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
+from kvbench.errors import SettingsConflict
 from kvbench.rules import Choice
 from kvbench.tasks.choices import ChoiceSet, with_choices
 from kvbench.tasks.files import DataFile, find_rows
@@ -57,9 +58,10 @@ class LongBenchV2(Task):
 
     def data(self, seed: int, protocol: Protocol) -> Rows:
         if self.form == "choices" and (protocol.num_samples > 1 or protocol.chat_setting):
-            raise ValueError(
+            raise SettingsConflict(
                 "task.form=choices scores choices, and nothing is thought or sampled; leave protocol.num_samples=1, "
-                "protocol.thinking=null and protocol.thinking_tokens=null, or take task.form=answer"
+                "protocol.thinking=null and protocol.thinking_tokens=null, or take task.form=answer",
+                setting="task.form",
             )
         return find_rows(FILE, self.data_dir)
 

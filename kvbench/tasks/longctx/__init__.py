@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
+from kvbench.errors import SettingMissing, SettingValue
 from kvbench.tasks.fill import TooShort
 from kvbench.tasks.lmeval import load_lmeval_tasks, scorer_of
 from kvbench.tasks.longctx.generate import KINDS, make_doc, tokens_needed
@@ -58,8 +59,10 @@ class LongContext(Task):
     def load(self, ask: Ask) -> TaskSet:
         kinds, length, items, model = name_list(self.kinds), self.length, ask.items(self.items), ask.model
         if length >= model.max_tokens:
-            raise ValueError(
-                f"task.length={length} does not fit model {model.name}, which holds {model.max_tokens} tokens; lower it"
+            raise SettingValue(
+                f"task.length={length} does not fit model {model.name}, which holds {model.max_tokens} tokens; "
+                "lower it",
+                setting="task.length",
             )
         metadata = {"tokenizer": model.tokenizer, "length": length, "items": items, "seed": ask.seed}
         try:
@@ -72,9 +75,11 @@ class LongContext(Task):
         for kind, task in zip(kinds, tasks.values(), strict=True):
             builder = PromptBuilder(model, ask.protocol, PromptRules.from_yaml(task.config))
             if length > builder.max_prompt_tokens:
-                raise ValueError(
+                raise SettingValue(
                     f"task.length={length} leaves model {model.name} no room: it holds {model.max_tokens} tokens, of "
-                    f"which a prompt can take {builder.max_prompt_tokens}; lower task.length or protocol.max_new_tokens"
+                    f"which a prompt can take {builder.max_prompt_tokens}; lower task.length or "
+                    "protocol.max_new_tokens",
+                    setting="task.length",
                 )
             for _, doc in task.doc_iterator():
                 meta = {key: doc[key] for key in ("index", "depth", "answer")}
@@ -103,7 +108,7 @@ def load(
 ) -> dict[str, Rows]:
     """The documents of a kind, for lm-eval, as the YAMLs' `custom_dataset`; `tokenizer` may be a folder or a hub id."""
     if tokenizer is None:
-        raise ValueError(
+        raise SettingMissing(
             "the longctx tasks are made to a length in tokens: pass a tokenizer in the task metadata, for example "
             'TaskManager(metadata={"tokenizer": "FOLDER OR HUB ID", "length": 1024}, ...)'
         )

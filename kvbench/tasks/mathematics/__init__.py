@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
+from kvbench.errors import PackageMissing
 from kvbench.rules import Choice, Several
 from kvbench.tasks.answers import final_answer, graded, last_boxed
 from kvbench.tasks.files import DataFile, find_rows
@@ -170,9 +171,10 @@ def minerva_shots() -> list[dict[str, str]]:
         shots = ast.literal_eval(returned)
         return [{"problem": shot["problem"], "solution": shot["solution"]} for shot in shots[:4]]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
+        raise PackageMissing(
             f"task.form=minerva4 takes its examples from lm-eval, and {path} does not have them ({error}); install "
-            "lm-eval 0.4.13, or take task.form=boxed"
+            "lm-eval 0.4.13, or take task.form=boxed",
+            setting="task.form",
         ) from error
 
 

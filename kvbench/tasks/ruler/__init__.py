@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+from kvbench.errors import SettingValue
 from kvbench.tasks.fill import TooShort
 from kvbench.tasks.protocol import Protocol
 from kvbench.tasks.ruler.definitions import DEFINITIONS, GENERATED, write
@@ -90,9 +91,10 @@ class Ruler(Task):
                     requests.append(document.request(builder, f"{subset}/{index}", subset, meta))
                     answers[f"{subset}/{index}"] = (name, document.answers)
                 if len(requests) == before:
-                    raise ValueError(
+                    raise SettingValue(
                         f"task.lengths={length} is too short for {name}: its shortest prompt and the room for the "
-                        f"answer take {needed} tokens; raise the length, or leave {name} out of task.tasks"
+                        f"answer take {needed} tokens; raise the length, or leave {name} out of task.tasks",
+                        setting="task.lengths",
                     )
 
         def score(sample_id: str, answer: str) -> dict[str, float]:

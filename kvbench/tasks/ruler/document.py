@@ -6,6 +6,7 @@ from random import Random
 from typing import Any
 
 from kvbench.engine.requests import Request
+from kvbench.errors import SettingValue
 from kvbench.tasks.fill import TooShort, fill_length
 from kvbench.tasks.prompts import RETOKENISE_SLACK_TOKENS, PromptBuilder, PromptRules
 from kvbench.tasks.ruler.words import Documents, Essays
@@ -99,9 +100,10 @@ def check_lengths(lengths: list[int], ask: Ask, answers: int = 1) -> None:
     model, thoughts = ask.model, answers * (ask.protocol.thinking_tokens or 0)
     if max(lengths) + thoughts > model.max_tokens:
         extra = f" beside {thoughts} of thoughts (protocol.thinking_tokens)" if thoughts else ""
-        raise ValueError(
+        raise SettingValue(
             f"task.lengths={lengths}: {max(lengths)}{extra} does not fit model {model.name}, which holds "
-            f"{model.max_tokens} tokens; take shorter lengths"
+            f"{model.max_tokens} tokens; take shorter lengths",
+            setting="task.lengths",
         )
 
 

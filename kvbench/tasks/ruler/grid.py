@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+from kvbench.errors import SettingValue
 from kvbench.rules import Choice, Several, Whole
 from kvbench.tasks.fill import TooShort
 from kvbench.tasks.prompts import PromptBuilder
@@ -137,7 +138,8 @@ def write(
     try:
         return longest(make, builder, length, 4 * length, 1, guess)
     except TooShort as error:
-        raise ValueError(
+        raise SettingValue(
             f"task.lengths={length} is too short for task.needles={spec.num_keys}: the shortest prompt and the room "
-            f"for the answer take {error.needed} tokens; raise the length, or take fewer"
+            f"for the answer take {error.needed} tokens; raise the length, or take fewer",
+            setting="task.lengths",
         ) from error

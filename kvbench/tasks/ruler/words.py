@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from random import Random
 
+from kvbench.errors import FileContent, FileMissing
 from kvbench.tasks.files import MissingDataError
 from kvbench.tasks.formats import PACKERS, READ, find_source, read_json, source_of, unread
 from kvbench.tasks.haystack import paragraphs
@@ -108,12 +109,12 @@ def essays(data_dir: str | None, *, needed: bool = True) -> Essays:
         texts = [json.loads(line.removeprefix(BOM_UTF8))["text"] for line in source.lines if line.strip()]
         words = tuple(" ".join(texts).split())
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
+        raise FileContent(
             f"{source.name} cannot be read as essays ({type(error).__name__}: {error}); it must hold objects with a "
             "text under `text`, as RULER's script writes them"
         ) from error
     if not words:
-        raise ValueError(f"{source.name} holds no text; fetch it again, or take it away to use text of kvbench's own")
+        raise FileContent(f"{source.name} holds no text; fetch it again, or take it away to use text of kvbench's own")
     return Essays(words, source.name.removeprefix(f"{source.path.parent}/") if source.path else source.name)
 
 
@@ -153,7 +154,9 @@ def has_files(data_dir: str, names: Sequence[str]) -> bool:
 def _root(data_dir: str) -> Path:
     root = Path(data_dir).expanduser()
     if not root.is_dir():
-        raise ValueError(f"task.data_dir={data_dir} is not a folder (looked for {root.absolute()})")
+        raise FileMissing(
+            f"task.data_dir={data_dir} is not a folder (looked for {root.absolute()})", setting="task.data_dir"
+        )
     return root
 
 
@@ -205,11 +208,11 @@ def documents(task: str, data_dir: str | None) -> Documents:
         data = read_json(path)
         parsed = _squad(data) if task == "qa_1" else _hotpot(data)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
+        raise FileContent(
             f"{path} is not the file that {task} needs ({type(error).__name__}: {error}); get it from {QA_URLS[task]}"
         ) from error
     if not parsed[1]:
-        raise ValueError(f"{path} holds no question that has an answer; get it from {QA_URLS[task]}")
+        raise FileContent(f"{path} holds no question that has an answer; get it from {QA_URLS[task]}")
     return Documents(*parsed, str(path))
 
 

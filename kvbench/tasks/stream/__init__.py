@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Annotated, Any, ClassVar
 
 from kvbench.engine.requests import Outcome, Request
+from kvbench.errors import SettingsConflict, SettingValue
 from kvbench.rules import Text, Whole
 from kvbench.stats.intervals import Estimate
 from kvbench.tasks.passages import LongText, check_no_question, passages, read_text
@@ -75,7 +76,7 @@ class TextTask(Task):
     def data(self, seed: int, protocol: Protocol) -> LongText:
         check_no_question(self.name, protocol)
         if protocol.num_samples > 1 or protocol.temperature or protocol.max_new_tokens:
-            raise ValueError(
+            raise SettingsConflict(
                 f"task={self.name} answers nothing; leave protocol.temperature, protocol.num_samples and "
                 "protocol.max_new_tokens as they are"
             )
@@ -105,9 +106,10 @@ class Stream(TextTask):
         text, model = self.data(ask.seed, ask.protocol), ask.model
         prompt_tokens, tokens, past = self.prompt_tokens, self.tokens, self.past_context
         if prompt_tokens >= model.max_tokens or (prompt_tokens + tokens > model.max_tokens and not past):
-            raise ValueError(
+            raise SettingValue(
                 f"task.tokens={tokens} behind task.prompt_tokens={prompt_tokens} does not fit model {model.name}, "
-                f"which holds {model.max_tokens} tokens; take fewer, or task.past_context=true to go on beyond it"
+                f"which holds {model.max_tokens} tokens; take fewer, or task.past_context=true to go on beyond it",
+                setting="task.tokens",
             )
         items = ask.items(self.items or MAX_ITEMS) if ask.limit else self.items
         requests = [

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from kvbench.engine.requests import Request
+from kvbench.errors import SettingValue
 from kvbench.rules import Whole
 from kvbench.tasks.passages import begin_ids
 from kvbench.tasks.stream import TextSet, TextTask
@@ -38,18 +39,20 @@ class Perplexity(TextTask):
     def load(self, ask: Ask) -> TaskSet:
         text, model, size = self.data(ask.seed, ask.protocol), ask.model, self.chunk_tokens
         if size > model.max_tokens:
-            raise ValueError(
+            raise SettingValue(
                 f"task.chunk_tokens={size} does not fit model {model.name}, which holds {model.max_tokens} tokens; "
-                "take fewer"
+                "take fewer",
+                setting="task.chunk_tokens",
             )
         begin = begin_ids(model)
         ids = [*begin, *model.tokenizer.encode(text.content, add_special_tokens=False)]
         wanted = ask.items(self.chunks or MAX_ITEMS) if ask.limit else self.chunks
         count = min(len(ids) // size, wanted or MAX_ITEMS)
         if count < (wanted or 1):
-            raise ValueError(
+            raise SettingValue(
                 f"the text {text.origin} has {len(ids)} tokens, and {wanted or 1} chunks of {size} take "
-                f"{(wanted or 1) * size}; lower task.chunks or task.chunk_tokens, or give a longer text as task.file"
+                f"{(wanted or 1) * size}; lower task.chunks or task.chunk_tokens, or give a longer text as task.file",
+                setting="task.chunks",
             )
         requests = []
         for index in range(count):

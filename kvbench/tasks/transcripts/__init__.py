@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvbench.engine.requests import Request
+from kvbench.errors import SettingValue
 from kvbench.tasks.fill import TooShort
 from kvbench.tasks.ruler.document import Document, check_lengths, longest, uncut
 from kvbench.tasks.task import Ask, Items, Lengths, Task, listed
@@ -69,9 +70,10 @@ class Transcript(Task):
                 try:
                     document, guess = longest(make, builder, length, self.most, self.least, guess)
                 except TooShort as error:
-                    raise ValueError(
+                    raise SettingValue(
                         f"task.lengths={length} is too short: the shortest transcript and the room for the answer take "
-                        f"{error.needed} tokens; raise it"
+                        f"{error.needed} tokens; raise it",
+                        setting="task.lengths",
                     ) from error
                 sample_id = f"{length}/{index}"
                 meta = {"length": length, "index": index, "quarter": f"{int(4 * depth) + 1} of 4"}

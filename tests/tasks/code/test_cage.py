@@ -10,6 +10,7 @@ import time
 import pytest
 from cage_target import Target, hostile_programs, needs_cage
 from cage_users import processes_with, wait_until
+from refusals import refused
 
 from kvbench.tasks.code import grade as grader
 from kvbench.tasks.code.cage import mechanism as cage_mechanism
@@ -131,7 +132,7 @@ def test_target_notices_hits(tmp_path):
 def test_nothing_runs_without_consent(consent, monkeypatch):
     """Anything but true is refused with the setting to change, before a process starts."""
     monkeypatch.setattr(subprocess, "Popen", lambda *arguments, **settings: pytest.fail("a process was started"))
-    with pytest.raises(cage.CageRefused, match=re.escape("Set task.allow_code_execution=true")):
+    with refused("code-not-run", "task.allow_code_execution", f"task.allow_code_execution={consent}"):
         cage.run("def f(): pass", "f", [[]], allow_code_execution=consent)
 
 

@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 from cage_target import needs_cage
+from refusals import refused
 from selection import few
 
 from kvbench.tasks.code.cage import run as cage
@@ -102,7 +103,7 @@ def test_mbpp_row():
 
 def test_refusals():
     """No consent and a row of another format are told apart and named."""
-    with pytest.raises(cage.CageRefused, match="allow_code_execution=true"):
+    with refused("code-not-run", "task.allow_code_execution", "allow_code_execution=true"):
         grade_task("humaneval_plus", ROW, "", allow_code_execution=False)
     with pytest.raises(UnusableRow, match=r"Own/0 has no base_input, plus_input.*release file"):
         grade("", {name: ROW[name] for name in ROW if not name.endswith("input")})

@@ -3,6 +3,7 @@
 import io
 
 import pytest
+from refusals import refused
 from rich.console import Console
 
 from kvbench.extensions.bench import capacity, show
@@ -71,7 +72,7 @@ def test_the_search_ends_at_the_largest_from_any_guess(limit, guess):
 
 def test_settings_that_make_no_sense_are_refused():
     """Before a model is loaded."""
-    with pytest.raises(ValueError, match="context=600 is above longest=320"):
+    with refused("settings-conflict", "capacity.context", "context=600", "longest=320"):
         capacity.Settings(**COMMON, **SMALL | {"context": 600}).check()
-    with pytest.raises(ValueError, match="llama9"):
+    with refused("name-unknown", "model", "model=llama9"):
         capacity.Settings(**COMMON, shape="llama9").check()

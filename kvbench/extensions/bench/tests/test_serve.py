@@ -5,6 +5,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
+from refusals import refused
 from rich.console import Console
 
 from kvbench.engine.engine import Engine
@@ -88,19 +89,19 @@ def test_goodput_counts_those_within_both_targets():
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "error"),
     [
-        ({"rates": [0]}, r"rates=\[0\] must be above 0"),
-        ({"tpot_s": "fast"}, "tpot_s=fast must be above 0"),
-        ({"prompts": [9, 3]}, r"prompts=\[9, 3\] must be the shortest and the longest"),
-        ({"arrivals": "no/such.csv"}, "arrivals=no/such.csv is neither all, poisson nor burst, nor a file"),
-        ({"methods": ["full", "full"]}, "must be one or more, each once"),
-        ({"times": ["a.json"], "chunk": 16}, "chunk=16: times are of whole prompts"),
+        ({"rates": [0]}, ("setting-value", "serve.rates", "rates=[0]")),
+        ({"tpot_s": "fast"}, ("setting-value", "serve.tpot_s", "tpot_s=fast")),
+        ({"prompts": [9, 3]}, ("setting-value", "serve.prompts", "prompts=[9, 3]")),
+        ({"arrivals": "no/such.csv"}, ("file-missing", "serve.arrivals", "arrivals=no/such.csv")),
+        ({"methods": ["full", "full"]}, ("setting-value", "serve.methods", "methods=['full', 'full']")),
+        ({"times": ["a.json"], "chunk": 16}, ("settings-conflict", "serve.chunk", "chunk=16")),
     ],
 )
-def test_bad_settings_are_refused(changes, message):
+def test_bad_settings_are_refused(changes, error):
     """Before a model is loaded."""
-    with pytest.raises(ValueError, match=message):
+    with refused(*error):
         serve.Settings(**COMMON | changes).check()
 
 
@@ -109,7 +110,7 @@ def test_a_line_that_is_no_request_is_named(tmp_path, line):
     """With its number."""
     trace = tmp_path / "trace.csv"
     trace.write_text(f"1,2,3\n{line}\n")
-    with pytest.raises(ValueError, match=rf"trace.csv:2: '{line}' is no ARRIVAL_S"):
+    with refused("file-content", "serve.arrivals", f"trace.csv:2: '{line}'"):
         serve.Settings(**COMMON, arrivals=str(trace)).check()
 
 

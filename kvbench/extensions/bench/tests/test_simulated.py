@@ -5,6 +5,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from refusals import refused
 from rich.console import Console
 
 from kvbench.engine.engine import Engine
@@ -188,7 +189,7 @@ def test_a_document_is_simulated_and_shown_with_the_measured_one(tmp_path):
     held = json.loads(path.read_text())
     del held["model"]["shape"]
     path.write_text(json.dumps(held))
-    with pytest.raises(ValueError, match="has no times and shape of a model"):
+    with refused("file-content", "serve.times", "bench.json"):
         read_times([path])
 
 
@@ -215,9 +216,9 @@ def test_a_document_of_decode_has_times_too(tmp_path):
     assert set(times.ends) == {(512, 0, 1000.0)}
     document["environment"]["device_name"] = "A100"
     paths[1].write_text(json.dumps(document))
-    with pytest.raises(ValueError, match=r"a.json and .*b.json are of several models or machines"):
+    with refused("settings-conflict", "serve.times", "a.json", "b.json"):
         read_times(paths)
-    with pytest.raises(ValueError, match="method in serve.times"):
+    with refused("name-unknown", None, "serve.times=kivi"):
         loaded.times("kivi")
 
 

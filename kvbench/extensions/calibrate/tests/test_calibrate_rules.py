@@ -10,6 +10,7 @@ import pytest
 from fake_parts import altered
 from graded import Bench, content_of, file_of, gentle, make_cfg, smaller
 from omegaconf import OmegaConf
+from refusals import refused
 
 from kvbench.config.methods import method_settings
 from kvbench.engine.prompt_cache import PromptCache
@@ -76,7 +77,7 @@ def test_split_shares_small_subsets_and_refuses_single_samples(tmp_path):
     other, _ = split(bench.load_task(cfg.task, None, limit=18, seed=0, protocol=None), plan, seed=4)
     assert [r.sample_id for r in other.requests] != [r.sample_id for r in tuning.requests]
     bench.requests = bench.requests[:3]
-    with pytest.raises(ValueError, match="subset b of task graded has a single sample"):
+    with refused("setting-value", "task", "subset b", "graded"):
         split(bench.load_task(cfg.task, None, limit=18, seed=0, protocol=None), plan, seed=0)
 
 
@@ -359,21 +360,27 @@ def test_the_low_tier_is_off_where_no_alpha_h_comes_near(tmp_path, undrawn):
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "error"),
     [
-        ({"rule": "dearest"}, "rule=dearest does not exist"),
-        ({"calibrate__criterion": "nll"}, "calibrate.criterion=nll does not fit rule=paper"),
-        ({"limit": 5}, "limit=5 has no meaning here"),
-        ({"limit": "after"}, "limit='after' is no number of samples"),
-        ({"calibrate__parameters": ["alpha_h"], "calibrate__grid__alpha_h": []}, "is no list of values"),
+        ({"rule": "dearest"}, ("name-unknown", "rule", "rule=dearest")),
+        (
+            {"calibrate__criterion": "nll"},
+            ("settings-conflict", "calibrate.criterion", "calibrate.criterion=nll", "rule=paper"),
+        ),
+        ({"limit": 5}, ("settings-conflict", "limit", "limit=5")),
+        ({"limit": "after"}, ("setting-value", "limit", "limit='after'")),
+        (
+            {"calibrate__parameters": ["alpha_h"], "calibrate__grid__alpha_h": []},
+            ("setting-value", "calibrate.grid.alpha_h", "calibrate.grid.alpha_h=[]"),
+        ),
     ],
 )
-def test_values_that_do_not_fit_the_paper_are_refused(tmp_path, changes, message):
+def test_values_that_do_not_fit_the_paper_are_refused(tmp_path, changes, error):
     """Named with the setting."""
     cfg = paper_cfg(tmp_path)
     for key, value in changes.items():
         OmegaConf.update(cfg, key.replace("__", "."), value, force_add=True)
-    with pytest.raises(ValueError, match=message):
+    with refused(*error):
         main(cfg, Bench(gentle, smaller).parts())
 
 

@@ -2,10 +2,10 @@
 
 from types import SimpleNamespace
 
-import pytest
 import torch
 from engine_helpers import answers, random_tokens, request
 from omegaconf import OmegaConf
+from refusals import refused
 from store_helpers import rotated
 
 from kvbench.engine.supported import model_shape
@@ -38,5 +38,5 @@ def test_the_table_is_the_mean_of_rotated_keys(tiny_model, tmp_path, monkeypatch
         each = [rotated(k.unflatten(-1, (-1, shape.head_dim)).transpose(0, 1), 0, shape.inv_freq) for k in keys]
         assert torch.allclose(torch.cat(each, 1).mean(1).flatten(), torch.tensor(row), atol=1e-5)
     assert answers(loaded, Uniform(tier="int4"), requests, key_offset=taken)
-    with pytest.raises(ValueError, match="offsets.prompts=0"):
+    with refused("setting-value", "offsets.prompts", "offsets.prompts=0"):
         offsets.offsets(OmegaConf.merge(settings, {"offsets": {"prompts": 0}}))

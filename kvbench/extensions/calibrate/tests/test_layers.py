@@ -9,6 +9,7 @@ import yaml
 from fake_parts import altered
 from graded import Bench, Graded, content_of, file_of, make_cfg
 from omegaconf import OmegaConf
+from refusals import refused
 
 from kvbench.extensions.calibrate import command
 from kvbench.extensions.calibrate.choose import value_text
@@ -122,32 +123,38 @@ def test_the_file_is_loaded_by_the_method_that_it_is_for(tmp_path):
     method = {"_target_": "kvbench.methods.uniform.Uniform", "tier": "int4", "calibration": str(path)}
     changed, _ = calibration.apply(OmegaConf.create(method))
     assert changed["tiers_by_layer"] == content["settings"]["tiers_by_layer"]
-    with pytest.raises(ValueError, match=r"method.tiers_by_layer=4\*int8 and method.calibration=.* contradict each"):
+    with refused("settings-conflict", "method.tiers_by_layer", "method.tiers_by_layer=4*int8", "method.calibration"):
         calibration.apply(OmegaConf.create(method | {"tiers_by_layer": "4*int8"}))
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "error"),
     [
-        ({"calibrate__layers__tiers": ["fp16"]}, "must be 2 to 4 different precisions, the gentlest first"),
-        ({"calibrate__layers__tiers": ["fp16", "fp16"]}, "must be 2 to 4 different precisions"),
-        ({"calibrate__layers__tiers": ["fp16", "int5"]}, "layers.tiers=.int5. is not a tier"),
-        ({"calibrate__layers__around": "middle"}, "calibrate.layers.around=middle"),
-        ({"calibrate__layers__points": 1}, "calibrate.layers.points=1"),
-        ({"what": "heads"}, "what=heads"),
+        ({"calibrate__layers__tiers": ["fp16"]}, ("setting-value", "calibrate.layers.tiers", "['fp16']", "2 to 4")),
+        (
+            {"calibrate__layers__tiers": ["fp16", "fp16"]},
+            ("setting-value", "calibrate.layers.tiers", "['fp16', 'fp16']"),
+        ),
+        ({"calibrate__layers__tiers": ["fp16", "int5"]}, ("setting-value", "calibrate.layers.tiers", "'int5'")),
+        (
+            {"calibrate__layers__around": "middle"},
+            ("name-unknown", "calibrate.layers.around", "calibrate.layers.around=middle"),
+        ),
+        ({"calibrate__layers__points": 1}, ("setting-value", "calibrate.layers.points", "calibrate.layers.points=1")),
+        ({"what": "heads"}, ("name-unknown", "what", "what=heads")),
     ],
 )
-def test_settings_that_make_no_search_are_refused(tmp_path, changes, message):
+def test_settings_that_make_no_search_are_refused(tmp_path, changes, error):
     """Before a model is loaded."""
     bench = Bench(lost, held)
     cfg = make_cfg(tmp_path, **({"what": "layers"} | changes))
     parts = altered(bench.parts(), make_policy=lambda cfg: Layered(), load_model=None)
-    with pytest.raises(ValueError, match=message):
+    with refused(*error):
         command.main(cfg, parts)
-    with pytest.raises(ValueError, match="method.protect_layers would overrule; leave both out"):
+    with refused("settings-conflict", "method.tiers_by_layer", "method.protect_layers"):
         cfg = make_cfg(tmp_path, what="layers")
         command.main(cfg, altered(parts, make_policy=lambda cfg: Layered(protect_layers=[0])))
-    with pytest.raises(ValueError, match="is for methods whose layers may differ in precision, and graded is none"):
+    with refused("unsupported", "method", "what=layers", "graded"):
         command.main(make_cfg(tmp_path, what="layers"), bench.parts())
 
 

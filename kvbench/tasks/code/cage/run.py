@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
+from kvbench.errors import KvbenchError
 from kvbench.tasks.code.cage.mechanism import mechanisms, run_under
 from kvbench.tasks.code.cage.probe import check_isolation
 from kvbench.tasks.code.cage.process import CageReport, Limits, Output
@@ -21,7 +22,7 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 
-class CageRefused(ValueError):
+class CageRefused(KvbenchError, code="code-not-run"):
     """Generated code was not run: not allowed, or not to be isolated on this machine; the message says what to do."""
 
 
@@ -70,7 +71,8 @@ def require_consent(allow_code_execution: bool) -> None:
     if allow_code_execution is not True:
         raise CageRefused(
             f"task.allow_code_execution={allow_code_execution}: this task runs code that the model wrote, in a cage,"
-            " and only when you agree. Set task.allow_code_execution=true."
+            " and only when you agree. Set task.allow_code_execution=true.",
+            setting="task.allow_code_execution",
         )
 
 
