@@ -1,5 +1,6 @@
 """Operations that the store calls: the interface of every backend, and plain torch, which does them where no kernel
-can."""
+can.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence, Set

@@ -1,5 +1,6 @@
 """Operands of a backend: the tiers of a layer, residual buffers, reductions of scores, and criteria of a search of
-slots."""
+slots.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -64,14 +65,16 @@ PLAIN = Softmax()
 @dataclass(frozen=True)
 class Window:
     """Look-back of a layer: the last `num_tokens` tokens, the query's own among them; or `in_chunks`, back to the
-    beginning of the query's own chunk of so many."""
+    beginning of the query's own chunk of so many.
+    """
 
     num_tokens: int
     in_chunks: bool = False
 
     def sees(self, query: Tensor, key: Tensor) -> Tensor:
         """bool [..., n, M]: which keys queries see, by their positions, int64 [..., n] and [..., M]; a key at -1 is
-        none."""
+        none.
+        """
         query, key = query[..., :, None], key[..., None, :]
         near = query - key < self.num_tokens
         if self.in_chunks:

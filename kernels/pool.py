@@ -162,7 +162,8 @@ class PagePool:
 
     def _grow(self, shortfall: int) -> None:
         """Adds pages: at least the shortfall, at least half of what exists, so that copying stays linear in the
-        total."""
+        total.
+        """
         old = self.num_pages
         extra = max(shortfall, old // 2, 64)
         free = torch.cat([self.free_ids(), torch.arange(old, old + extra, device=self.pages.device)])
@@ -183,7 +184,8 @@ class PagePool:
 
     def _make_room(self, num_pages: int) -> Tensor:
         """Memory for so many pages, and where there is any for more, which it takes no part of before it is written to:
-        the pool goes on growing there without a copy."""
+        the pool goes on growing there without a copy.
+        """
         try:
             return self._make_pages(GROWTH_FACTOR * num_pages, self.pages.device)
         except Exception as problem:

@@ -52,7 +52,8 @@ class PageTable:
 
     def row_bytes(self, max_slots: int | None = None) -> int:
         """Bytes of the tables and counters that one row needs whose lists hold so many slots at most; None = those that
-        each row has, which are sized for the longest."""
+        each row has, which are sized for the longest.
+        """
         if max_slots is None:
             return self.allocated_bytes // self.shape[0]
         entries = most_pages(max_slots, self.tokens_per_page) * (2 if len(self.further) else 1)
@@ -70,7 +71,8 @@ class PageTable:
 
     def page_ids(self, lists: Tensor, tier: int, width: int) -> Tensor:
         """The first `width` page ids of each list in slot order, int64 [..., width]; entries past a list's pages are
-        some valid id."""
+        some valid id.
+        """
         columns = self._column(tier, torch.arange(width, device=lists.device))
         return self._table(tier)[lists[..., None], columns].long()
 
@@ -236,7 +238,8 @@ class PageTable:
 
     def count_rows(self, rows: Tensor) -> Tensor:
         """Pages and slots of rows (int64 [S]), int64 [1 + tiers, S]: pages, and by tier the slots of the longest
-        list."""
+        list.
+        """
         held = self.num_slots.view(self.num_tiers, self.shape[0], -1)[:, rows].long()
         pages = held.clone()
         for tier, size in enumerate(self.tokens_per_page):
@@ -320,7 +323,8 @@ class PageTable:
         self, lists: Tensor, tier: int, fmt: PageFormat, width: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Tracked fields of the first `width` slots of lists (int64 [M]): score fp32, position int64, and bool: the
-        list holds the slot; [M, width] each. And int64 [M] slots held."""
+        list holds the slot; [M, width] each. And int64 [M] slots held.
+        """
         raise NotImplementedError("in main memory the fields of pages are gathered")
 
     def tell(self, post: Callable[[Tensor, Callable[[], Callable[[list[int]], None]]], None]) -> None:
@@ -328,7 +332,8 @@ class PageTable:
 
     def used_page_ids(self) -> Tensor:
         """All page ids that the tables name, int64, once for every holder; walks every list. For checks and
-        recounts."""
+        recounts.
+        """
         return self._pages_of(torch.arange(self.num_lists, device=self.entries.device))
 
     def _pages_of(self, lists: Tensor) -> Tensor:
@@ -363,7 +368,8 @@ class PageTable:
 
 def most_pages(max_slots: int, tokens_per_page: tuple[int, ...]) -> int:
     """Table entries of a list that holds so many slots at most over all tiers, the last page of each perhaps not
-    full."""
+    full.
+    """
     return -(-max_slots // min(tokens_per_page)) + len(tokens_per_page)
 
 

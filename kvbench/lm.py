@@ -130,7 +130,8 @@ class KvbenchLM(LM):
 
     def get_model_info(self) -> dict[str, Any]:
         """Entries for the configuration of lm-eval's results: the bytes held since the last call, as means over the
-        prompts of each task, the ratio as in kvbench's tables."""
+        prompts of each task, the ratio as in kvbench's tables.
+        """
         held, self._held = self._held, {}
         means = {
             task: {"prompts": len(each), "resident_bytes": fmean(size), "resident_ratio": sum(size) / sum(full)}
@@ -248,7 +249,8 @@ class KvbenchLM(LM):
 
     def _exact(self, prompts: list[tuple[int, list[int], int]]) -> Iterator[float]:
         """Log-likelihoods of the last tokens of prompts, which their own forward pass predicts; each item has a prompt,
-        and how many of its tokens at the end are scored."""
+        and how many of its tokens at the end are scored.
+        """
         if not prompts:
             return
         runner = self._parts.make_engine(self.config, self.model, self.policy).runner

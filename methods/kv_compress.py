@@ -23,7 +23,8 @@ class OverBudget(kv.Compaction):
     def surplus(self, held: Tensor, tokens: Tensor, coming: int = 0) -> Tensor:
         """Blocks int64 [...] beyond those that a budget of so many tokens per list allows the lists of a sequence
         together, which hold int64 [..., M] slots; blocks that incoming tokens will open do not count yet. Of a share of
-        all tokens seen, whole blocks that leave room for `coming` tokens per list."""
+        all tokens seen, whole blocks that leave room for `coming` tokens per list.
+        """
         tokens = tokens.clamp(min=self.floor_tokens) if self.floor_tokens else tokens
         lists, held = held.shape[-1], kv.num_blocks(held, self.block)
         if self.budget.of_seen:

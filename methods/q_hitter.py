@@ -12,7 +12,8 @@ import kvbench.policy as kv
 @dataclass(frozen=True)
 class HittersBearing(kv.Statistic):
     """Attention and how small the errors of key and value would be, each from 0 to 1 over a layer, mixed; the attention
-    itself is `attention`."""
+    itself is `attention`.
+    """
 
     bits: int
     mix: float

@@ -15,7 +15,8 @@ BITS = kv.Choice((1, 2, 3, 4, 8), unit="bits")
 @dataclass(frozen=True)
 class NeededBits(kv.Statistic):
     """Bits that a token's key needs so that no attention of the last queries errs by more than it may; those of its
-    value are `value_bits`."""
+    value are `value_bits`.
+    """
 
     key_error: float
     value_error: float

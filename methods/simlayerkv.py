@@ -53,7 +53,8 @@ class SimLayerKV(kv.Policy):
 
     def plan_decode(self, view: kv.DecodeView) -> kv.DecodePlan:
         """In lazy layers, which hold fewer tokens than were seen, step t takes slot sinks + t mod recent: those of the
-        prompt lie in the order of their positions, so none need be stored."""
+        prompt lie in the order of their positions, so none need be stored.
+        """
         turns = view.tokens_seen - view.prompt_tokens
         slot = (self.sinks + turns % self.recent)[:, None, None]
         return kv.DecodePlan(slot=torch.where(view.num_slots(0) < view.tokens_seen[:, None, None], slot, -1))

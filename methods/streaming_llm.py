@@ -79,7 +79,8 @@ class StreamingLLM(kv.Policy):
 
     def _ages(self, view: kv.DecodeView, num_slots: int) -> Tensor:
         """The slots' indices where the window grows: recent tokens follow one another, wherever they lie. The positions
-        may be of before the step, when the incoming token lay nowhere or where one lies that has left the window."""
+        may be of before the step, when the incoming token lay nowhere or where one lies that has left the window.
+        """
         slots = view.slots(0)
         pos, valid = (x[:, 0, 0, :num_slots] for x in (slots.pos, slots.valid))
         held = torch.minimum(view.tokens_seen + 1, self._room(view))[:, None]

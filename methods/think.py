@@ -12,7 +12,8 @@ import kvbench.policy as kv
 @dataclass(frozen=True)
 class ChannelLogits(kv.Probability):
     """Attention, and of every key channel the Frobenius norm of its part of the logits of the queries that count: the
-    norm of the queries' channel, over all query heads of the KV head, times that of the keys'."""
+    norm of the queries' channel, over all query heads of the KV head, times that of the keys'.
+    """
 
     in_chunks: ClassVar[bool] = False
 

@@ -12,7 +12,8 @@ import kvbench.policy as kv
 @dataclass(frozen=True)
 class ProbedSaliency(kv.Statistic):
     """Attention from a few queries, the newest and random ones, divided by the queries that can see a token; while
-    decoding, that of every `window`-th query."""
+    decoding, that of every `window`-th query.
+    """
 
     probes: float
     seed: int

@@ -157,7 +157,8 @@ class Settings(Common):
 
     def need_bytes(self, cell: dict, device: str) -> int:
         """Memory that a cell takes at its worst moment: all of its variants at once, the probe, and whichever is the
-        larger one of a buffer on its way to another and one sequence in fp64 beside its exact attention."""
+        larger one of a buffer on its way to another and one sequence in fp64 beside its exact attention.
+        """
         queries, heads, dim = parse_shape(cell["shape"])
         length, batch = cell["length"], cell["batch"]
         numbers = 2 * heads * dim * length * batch  # of keys and values
@@ -204,7 +205,8 @@ class Settings(Common):
 
     def _dense(self, name: str, q: Tensor, k: Tensor, v: Tensor) -> list[Variant]:
         """Two forms of the same attention in torch: the group as query heads, as models do, and as query tokens, which
-        reads every key once."""
+        reads every key once.
+        """
         dtype, scale = DTYPES[name], q.shape[-1] ** -0.5
         size = (k.numel() + v.numel()) * dtype.itemsize
         count = caches.num_buffers(size, self.working_set(k.device.type), self.max_buffers)
@@ -300,7 +302,8 @@ class Settings(Common):
 
 def unlike_lengths(batch: int, heads: int, length: int, seed: int) -> Tensor:
     """Tokens of lists, int64 [S, H], from an eighth of a length up to all of it, log-uniform, in whole groups; one has
-    all of it."""
+    all of it.
+    """
     share = LEAST_LIST ** torch.rand(batch * heads, generator=torch.Generator().manual_seed(seed))
     share[0] = 1.0
     return (

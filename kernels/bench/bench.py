@@ -1,5 +1,6 @@
 """The parts that every bench shares: settings read from `key=value` words without any library, the loop over
-cells, the JSON document that it fills, a plain table, and the command line."""
+cells, the JSON document that it fills, a plain table, and the command line.
+"""
 
 import ast
 import dataclasses
@@ -30,7 +31,8 @@ REFUSED = 3  # exit status: all was measured but what is named with its reason; 
 
 def setting(default: Any, meaning: str, least: int | None = None, among: Any = None) -> Any:
     """Declares a setting, or a list of them where its default is one: its meaning for the help, the least whole number
-    that it may be, or what it is one of."""
+    that it may be, or what it is one of.
+    """
     made = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
     return field(metadata={"meaning": meaning, "least": least, "among": among}, **made)
 
@@ -91,7 +93,8 @@ class Common:
 
     def cells(self, threads: list[int]) -> list[dict]:
         """The cells, each measured in one set of rounds; `threads` are CPU thread counts without repeats, [0] on a
-        GPU."""
+        GPU.
+        """
         raise NotImplementedError
 
     def prepare(self, bench: "Bench") -> None:
@@ -115,7 +118,8 @@ class Skipped(Exception):
 
 def parse_shape(text: str) -> tuple[int, int, int]:
     """Query heads, KV heads and head dim of `QxKxD`; raises ValueError where it is no such form, or the KV heads do not
-    divide the query heads."""
+    divide the query heads.
+    """
     parts = str(text).split("x")
     if len(parts) != 3 or not all(part.isdigit() and int(part) for part in parts):
         raise ValueError(f"shapes={text} is not query heads x KV heads x head dim, for example 32x8x128")
@@ -127,7 +131,8 @@ def parse_shape(text: str) -> tuple[int, int, int]:
 
 def read_words(kind: type[S], words: list[str]) -> S:
     """A settings object from `key=value` words; `quick=true` puts small values in place of the defaults. Raises
-    ValueError for an unknown key, or a value that cannot be read."""
+    ValueError for an unknown key, or a value that cannot be read.
+    """
     known = {item.name: item.default is dataclasses.MISSING for item in dataclasses.fields(kind)}
     values: dict[str, Any] = {}
     for word in words:
@@ -160,7 +165,8 @@ def label_of(cell: dict) -> str:
 
 class Bench:
     """One start of a bench: records the machine and its load before anything runs, then fills the document; `notes` are
-    for its reader, `more` are further parts of the document."""
+    for its reader, `more` are further parts of the document.
+    """
 
     def __init__(self, settings: Common, progress: Progress | None = None, keep: Keep = lambda _: None) -> None:
         self.settings, self._keep = settings, keep
@@ -192,7 +198,8 @@ class Bench:
 
     def run(self, held: dict | None = None) -> dict:
         """Measures every cell with its thread count in force, and gives the document so far to `keep` after each; the
-        document, in JSON types. Cells of `held`, where this goes on with it (`goes_on`), are not measured again."""
+        document, in JSON types. Cells of `held`, where this goes on with it (`goes_on`), are not measured again.
+        """
         before = torch.get_num_threads()
         document: dict[str, Any] = {
             "schema": SCHEMA,
@@ -345,7 +352,8 @@ def _span(ratio: dict | None) -> str:
 
 def main(kind: type[Common], words: list[str]) -> int:
     """The command line of one bench that needs no library for settings; 0 done, 2 a setting is wrong, `REFUSED` where
-    something could not be timed. `out=FILE` is written after every cell, and a file that is there goes on."""
+    something could not be timed. `out=FILE` is written after every cell, and a file that is there goes on.
+    """
     if {"-h", "--help"} & set(words):
         _print_help(kind)
         return 0

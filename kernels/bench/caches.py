@@ -40,7 +40,8 @@ _NAMED: dict[str, tuple[tuple[int, int], str, str, int]] = {
 def slot_format(name: str, head_dim: int) -> SlotFormat:
     """The slot format of a name: `K4V2` (scales per token), `KIVI2` (keys per channel), `FP8`, `KVQ4` (KVQuant's: keys
     per channel and before the rotary embedding, one number of each vector apart), or a key of `_NAMED`; ValueError for
-    another."""
+    another.
+    """
     more: dict[str, Any]
     if match := _PLAIN.fullmatch(name):
         bits, more = (int(match[1]), int(match[2])), {}
@@ -67,7 +68,8 @@ def slot_format(name: str, head_dim: int) -> SlotFormat:
 @dataclass
 class PagedCaches:
     """Equal caches at different places of one pool: pages uint8 [P, page_bytes], the tiers of each buffer and its
-    residual buffers (or None), and the bytes that attention reads of all lists, and per token and KV head."""
+    residual buffers (or None), and the bytes that attention reads of all lists, and per token and KV head.
+    """
 
     pages: Tensor
     buffers: list[list[TierPages]]
@@ -105,7 +107,8 @@ def lay_out(
     """The layout of lists of so many tokens in a format of `slot_format`, in pages as a run on this kind of device has
     them, elements of 16 bits of type `kind`; of `A+B` the first half of the tokens is in A; pages that hold
     `page_slots` slots of the largest format, where that is not 0. Raises ValueError for an unknown format, or a length
-    that does not fill whole key groups."""
+    that does not fill whole key groups.
+    """
     slots = [slot_format(part, head_dim) for part in name.split("+")]
     slots = [replace(slot, dtype=kind) if 16 in (slot.k_bits, slot.v_bits) else slot for slot in slots]
     size = choose_page_bytes(slots, tiled=device == "cuda")
@@ -201,7 +204,8 @@ def _in_ring(newest: Tensor, first: int, num_buffers: int) -> list[Tensor]:
 
 def _as_stored(fmt: PageFormat, k: Tensor, begin: int) -> tuple[Tensor, Channels | None, InOrder | None]:
     """Keys [S, H, n, D] as pages take them, what belongs to their channels, and how they are turned when they are read:
-    those whose scales lie beside the pages are levels of tokens from `begin` on, without a rotary position."""
+    those whose scales lie beside the pages are levels of tokens from `begin` on, without a rotary position.
+    """
     if fmt.slot.k_code != "book_channels":
         return k, None, None
     zero, most = k.amin((0, 2)), k.amax((0, 2))
@@ -223,7 +227,8 @@ def _write(backend: Backend, pages: Tensor, fmt: PageFormat, ids: Tensor, k: Ten
 
 def exact_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, live: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Decode attention of one sequence in fp64, written out: q [Hq, D] over those of k and v [H, n, D] that are `live`,
-    bool [H, n]; out [Hq, D] and probabilities [H, G, n]."""
+    bool [H, n]; out [Hq, D] and probabilities [H, G, n].
+    """
     grouped = q.double().view(len(k), -1, q.shape[-1])
     logits = torch.matmul(grouped, k.double().transpose(1, 2)) * scale
     if live is not None:

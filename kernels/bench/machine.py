@@ -64,7 +64,8 @@ def _lines(path: str) -> list[str]:
 
 def pick_device(name: str) -> str:
     """Turns `auto`, `cpu` or `cuda[:N]` into a device that this machine has; raises ValueError where it has no such
-    one."""
+    one.
+    """
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     kind, _, index = name.partition(":")
@@ -147,7 +148,8 @@ class Bandwidth:
 
     def _touch(self) -> None:
         """Goes on to the next part, and reads a number of each of its pages: those that a virtual machine's host took
-        back while nobody read them come again, which takes many times as long as the reading that is timed."""
+        back while nobody read them come again, which takes many times as long as the reading that is timed.
+        """
         self.turn = (self.turn + 1) % len(self.parts)
         self.parts[self.turn][:: PROBE_PAGE // 8].sum()
 
@@ -158,7 +160,8 @@ class Bandwidth:
 
 def product(device: str, dtype: torch.dtype) -> Variant:
     """torch's own product of many rows with a matrix, whose `flops_per_call` per second is what can be multiplied and
-    added here."""
+    added here.
+    """
     rows, columns, outputs = PROBE_PRODUCT if device == "cpu" else GPU_PRODUCT
     make = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, columns, generator=make).to(device, dtype) for n in (rows, outputs))
@@ -169,7 +172,8 @@ def product(device: str, dtype: torch.dtype) -> Variant:
 def tell_limits(figures: dict) -> None:
     """Says how fast this machine can be at rows of a cell that name their bytes and `flops_per_token`: whichever takes
     longer, the bytes at the probe's bandwidth, or the operations at those of `product`, whose row becomes a figure of
-    the cell."""
+    the cell.
+    """
     for row in [row for row in figures["variants"] if "flops_per_call" in row]:
         figures["variants"].remove(row)
         figures["product"] = {"name": row["name"], "flops_per_s": row["flops_per_call"] / row["median"]}

@@ -107,7 +107,8 @@ class Settings(Common):
 
 def eager(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Attention [Hq, N, D] through the full matrix of probabilities, and its column sums averaged over the group, fp32
-    [H, N]: the cost of returning attention weights."""
+    [H, N]: the cost of returning attention weights.
+    """
     prob, values = _probabilities(q, k, v, scale, torch.float32)
     return torch.matmul(prob.to(q.dtype), values), prob.sum(1).unflatten(0, (len(k), -1)).mean(1)
 

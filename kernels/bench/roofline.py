@@ -12,7 +12,8 @@ SCHEDULERS = 4  # of a multiprocessor of NVIDIA's, each of which issues a warp i
 
 def peaks(device: torch.device | str) -> dict[str, Any]:
     """Peak rates of an NVIDIA GPU by its clocks: `target`, such as sm_90, `peak_bytes_per_s` of its memory, and
-    `peak_instructions_per_s` of warps; empty for other devices, without what the driver does not report."""
+    `peak_instructions_per_s` of warps; empty for other devices, without what the driver does not report.
+    """
     if torch.device(device).type != "cuda" or torch.version.hip is not None:
         return {}
     properties = torch.cuda.get_device_properties(device)
@@ -30,7 +31,8 @@ def peaks(device: torch.device | str) -> dict[str, Any]:
 
 def limits(row: dict, cell: dict, environment: dict) -> dict[str, float]:
     """The least seconds of a row's call: by its `bytes`, at the device's bandwidth, or, where that is not known, as the
-    cell's probe measured it; by its `instructions`, where they were counted."""
+    cell's probe measured it; by its `instructions`, where they were counted.
+    """
     least = {}
     rate = environment.get("peak_bytes_per_s") or (cell.get("probe") or {}).get("bytes_per_s")
     if rate and row.get("bytes_per_call"):
@@ -42,7 +44,8 @@ def limits(row: dict, cell: dict, environment: dict) -> dict[str, float]:
 
 def share(row: dict, cell: dict, environment: dict) -> str:
     """The share of a row's time that the larger of its `limits` takes, and which one that is, such as
-    `62 % (bytes)`."""
+    `62 % (bytes)`.
+    """
     known = limits(row, cell, environment)
     if not known:
         return "-"

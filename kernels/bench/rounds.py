@@ -72,7 +72,8 @@ def cuda_timer(work: Work) -> float:
 
 def cuda_graph(work: Work) -> Work:
     """Captures work, which launches kernels on the same tensors and waits for nothing, after two warm-up runs; returns
-    its replay."""
+    its replay.
+    """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -117,7 +118,8 @@ def choose_timer(clock: str, device: str) -> Timer:
 
 def refuse_wrong(variants: Sequence[Variant]) -> tuple[list[Variant], list[dict]]:
     """The variants whose output is right, with `max_error` in their `extra`, and name and reason of each other one;
-    `absent` of those that are not installed."""
+    `absent` of those that are not installed.
+    """
     right: list[Variant] = []
     refused: list[dict] = []
     for variant in variants:
@@ -150,7 +152,8 @@ def time_rounds(
     variants: Sequence[Variant], *, rounds: int, seed: int, timer: Timer, warmup: int = 1, on_round: Work = lambda: None
 ) -> dict[str, list[float]]:
     """Seconds per call of every variant in every round, by name; `seed` decides the orders, and the times of `warmup`
-    rounds before them are thrown away."""
+    rounds before them are thrown away.
+    """
     order = random.Random(seed)
     samples: dict[str, list[float]] = {variant.name: [] for variant in variants}
     assert len(samples) == len(variants), "two variants of a cell have the same name"

@@ -119,7 +119,8 @@ class Settings(Common):
 
     def _options(self, decode: str, page_slots: int, group_tokens: int) -> list[tuple[str, Any, Any]]:
         """Of pages of a size: names, what makes the backend for a device, and sizes of Triton's kernel; other sizes of
-        the kernel are tried with the pages that a run has."""
+        the kernel are tried with the pages that a run has.
+        """
         from kvbench.kernels.gpu.cuda_form import STAGE_BYTES
         from kvbench.kernels.gpu.parts import Tuning
 

@@ -72,7 +72,8 @@ class CodeStruct(ctypes.Structure):
 
 def _struct(name: str, fields: str) -> type[ctypes.Structure]:
     """A C struct from `i a b p c ..`: i = int32, l = int64, p = pointer, f = float, c = `CodeStruct`, for the names
-    after it."""
+    after it.
+    """
     kinds = {"i": ctypes.c_int32, "l": ctypes.c_int64, "p": ctypes.c_void_p, "f": ctypes.c_float, "c": CodeStruct}
     table, kind = [], None
     for word in fields.split():

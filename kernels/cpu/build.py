@@ -1,5 +1,6 @@
 """Compiles the C++ kernels with the system's compiler, once per source, flags, CXX and machine type, and checks what
-was cached before it is loaded."""
+was cached before it is loaded.
+"""
 
 import contextlib
 import hashlib
@@ -41,7 +42,8 @@ def cache_dir() -> Path:
 
 def find_compiler() -> str:
     """The path of a C++ compiler: the one CXX names, else the first of c++, g++, clang++; a BuildError where there is
-    none."""
+    none.
+    """
     wanted = os.environ.get("CXX")
     for name in (wanted,) if wanted else COMPILERS:
         if path := shutil.which(name):
@@ -241,7 +243,8 @@ def _version(compiler: str) -> str:
 
 def _run_parallel(commands: list[list[str]], limit_s: float) -> list[tuple[int, str]]:
     """The exit status of each command and what it said; all run side by side. A BuildError where one cannot be started,
-    or they took longer than they may; then all were ended, with what they had started."""
+    or they took longer than they may; then all were ended, with what they had started.
+    """
     deadline_s = time.monotonic() + limit_s
     running: list[subprocess.Popen[str]] = []
     try:

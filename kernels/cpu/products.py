@@ -1,5 +1,6 @@
 """CPU backend: products of rows with matrices, which are read as they lie, once for all rows of a decode step; and what
-stands between them in a decoder's layer."""
+stands between them in a decoder's layer.
+"""
 
 import ctypes
 from collections.abc import Sequence

@@ -328,7 +328,8 @@ def _finish(
     B_T: tl.constexpr, B_BT: tl.constexpr, B_TRACK: tl.constexpr, B_POS: tl.constexpr, B_REVERSED: tl.constexpr,
 ):  # fmt: skip
     """Merges one list's parts for one query head (the first MERGED programs of the list), or makes the scores of a part
-    of it: `a_parts` are of one tier, the others of a second one (TWO)."""
+    of it: `a_parts` are of one tier, the others of a second one (TWO).
+    """
     pid, task = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head = (offset + pid % heads) * G  # the list's first query head, counted through the layers
     if task < MERGED:

@@ -75,8 +75,7 @@ class Gpu(Backend):
     codes = frozenset(code for code in every_code() if not code.is_book)
 
     def __init__(self, decode: Decode | Build = "triton") -> None:
-        """
-        Args:
+        """Args:
             decode: `triton`, `cuda` (which needs an NVIDIA GPU), `torch`, or what makes the kernels in CUDA C++.
         """
         super().__init__()
@@ -106,7 +105,8 @@ class Gpu(Backend):
 
     def write_keys(self, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Tensor) -> None:
         """As `Backend.write_keys`; of a page below 0 nothing is written (with per-channel keys, by the first of a
-        group)."""
+        group).
+        """
         if not self._covers(fmt):
             super().write_keys(pages, fmt, page, slot, k)
             return
@@ -147,7 +147,8 @@ class Gpu(Backend):
         self, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Tensor, *, distinct: bool
     ) -> None:
         """As `Backend.widen_bounds`, where no slot comes twice; one launch behind a sort, which a decode step
-        (`distinct`) does without."""
+        (`distinct`) does without.
+        """
         checks.widen_bounds(pages, fmt, page, slot, k, passes_over=True)
         page, order = (page.contiguous(), page) if distinct else page.sort()
         low, high = (fmt.regions[name][0] for name in ("k_low", "k_high"))
@@ -222,7 +223,8 @@ class Gpu(Backend):
         group: Reduce | None = None, update: ScoreUpdate | None = None, softmax: Softmax = PLAIN,
     ) -> CudaAttention | Attention:  # fmt: skip
         """`paged_decode` prepared for queries and residual buffers like these: a call with both and `scale` is its
-        launches."""
+        launches.
+        """
         assert self.decoder is not None, "plain torch prepares nothing"
         checks.decode(q, pages, tiers, ring, power, group, softmax)
         lists, scores = Lists.of(tiers[0]), StepScores(power=power, group=group, update=update)

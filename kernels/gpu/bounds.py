@@ -54,7 +54,8 @@ def _bound_pages(
 
 def page_bounds(q: Tensor, pages: Tensor, tier: ListTier, lists: Lists, group: Reduce) -> Tensor:
     """Upper bound of the logits in a page, fp32 [S, H, m], as `reference.attention.page_bounds`; behind a list's end,
-    any number. Capture-safe."""
+    any number. Capture-safe.
+    """
     num_seq, heads, columns = lists.num_seq, lists.heads, tier.columns
     head_dim, group_size = q.shape[-1], q.shape[1] // heads
     bounds = torch.empty(num_seq, heads, columns, device=q.device)
@@ -104,7 +105,8 @@ def _widen_pages(
     MOST: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, ELEM: tl.constexpr, SORTED: tl.constexpr,
 ):  # fmt: skip
     """The bounds of one page by its keys, at most MOST of them, which stand side by side in `page`. Whose place comes
-    first of them does all; `order` says whose key it is where places were sorted."""
+    first of them does all; `order` says whose key it is where places were sorted.
+    """
     at = tl.program_id(0)
     target = tl.load(page + at).to(tl.int64)
     mine = target >= 0
@@ -134,7 +136,8 @@ def _widen_pages(
 @triton.jit
 def _ranks_of(bounds, pid, columns, begin, last, BLOCK: tl.constexpr):
     """Whole numbers in the order of a list's bounds, int32 [BLOCK]: the largest for what is no number, the smallest for
-    pages behind the last one."""
+    pages behind the last one.
+    """
     column = begin + tl.arange(0, BLOCK)
     bound = tl.load(bounds + pid * columns + column, mask=column < last, other=0.0)
     bound = tl.where(bound == 0, 0.0, bound)  # the two zeros are equal
@@ -162,7 +165,8 @@ def _choose_pages(
     NAMED: tl.constexpr,
 ):  # fmt: skip
     """The pages of one list with the largest bounds, in slot order, and the slots that they hold: the smallest bound
-    that is read is found bit by bit, and of pages with that one the first are read."""
+    that is read is found bit by bit, and of pages with that one the first are read.
+    """
     pid = tl.program_id(0).to(tl.int64)
     which = pid
     if TABLED:
@@ -199,7 +203,8 @@ def _choose_pages(
 
 def choose(bounds: Tensor, tier: ListTier, lists: Lists, count: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """The pages of each list with the largest bounds, fp32 [S, H, m], at most `count` int64 [S] of them: page ids int64
-    [S, H, width], and the slots that they hold, int64 [S, H]; see `Backend.choose_pages`. Capture-safe."""
+    [S, H, width], and the slots that they hold, int64 [S, H]; see `Backend.choose_pages`. Capture-safe.
+    """
     num_lists, columns = lists.num_seq * lists.heads, bounds.shape[-1]
     ids = torch.empty(lists.num_seq, lists.heads, width, dtype=torch.int64, device=bounds.device)
     held = torch.empty(lists.num_seq, lists.heads, dtype=torch.int64, device=bounds.device)

@@ -49,7 +49,8 @@ _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 class Compiled:
     """One kernel for one target: its binary, shared memory in bytes, what a thread takes and spills, and the seconds it
     took. `spilled` counts bytes of local memory on NVIDIA and registers on AMD; it and `registers` are None where they
-    cannot be told. `constants` are those of the launch."""
+    cannot be told. `constants` are those of the launch.
+    """
 
     kernel: str
     target: str
@@ -63,7 +64,8 @@ class Compiled:
 
 def unspecialised(kernel: Any) -> set[str]:
     """The arguments whose values are no part of what is compiled: sizes that the host counts, which would else be a
-    kernel for 1, one for multiples of 16, and one for the others."""
+    kernel for 1, one for multiples of 16, and one for the others.
+    """
     if isinstance(kernel, triton.JITFunction):
         return {parameter.name for parameter in kernel.params if parameter.do_not_specialize}
     return set(kernel.kwargs.get("do_not_specialize") or ())
@@ -134,7 +136,8 @@ def compile_launches(
 
 def _usage(asm: Mapping[str, Any]) -> tuple[int | None, int | None]:
     """The registers of a thread, and what it keeps in memory because they do not suffice: bytes of stack in a cubin, or
-    spilled registers as AMD's assembly says."""
+    spilled registers as AMD's assembly says.
+    """
     if "amdgcn" in asm:
         registers, spilled = (
             [int(count) for count in re.findall(rf"\.vgpr_{name}:\s*(\d+)", asm["amdgcn"])]
@@ -184,7 +187,8 @@ _WIDE: Kinds = ((_DIM, torch.float32, ("k4v2",)), (_DIM, torch.bfloat16, _FORMAT
 
 def _step(dtype: torch.dtype, *names: str, ring: bool = False, rotated: bool = False, chosen: bool = False) -> None:
     """One layer of a prepared decode step with its tracked fields, its residual buffers, keys that are rotated when
-    they are read, or pages that are chosen by their bounds; and what the tables say."""
+    they are read, or pages that are chosen by their bounds; and what the tables say.
+    """
     formats = [format_of(name, _DIM) for name in names]
     if chosen:
         formats = [bounded_format(_DIM)]
@@ -279,7 +283,8 @@ def _shown(built: Compiled) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Compiles cases for targets and prints one line per kernel; 0 when all compiled, none spills registers and each
-    finds its shared memory."""
+    finds its shared memory.
+    """
     parser = argparse.ArgumentParser(prog="python -m kvbench.kernels.gpu.compile", description=__doc__.split("\n")[0])
     parser.add_argument("--target", nargs="*", choices=sorted(TARGETS), default=sorted(TARGETS))
     parser.add_argument("--case", nargs="*", choices=list(CASES), default=list(CASES))

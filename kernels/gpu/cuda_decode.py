@@ -108,7 +108,8 @@ class CudaAttention:
         self, q: Tensor, ring: Ring | None, scale: float, offset: int | None = None
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """A layer whose lists lie behind `offset` others of a sequence: as `Backend.paged_decode`, whose log-sum-exp
-        the next call overwrites."""
+        the next call overwrites.
+        """
         q, offset = q.contiguous(), self._lists.offset if offset is None else offset
         if ring is not None:
             k, v = (x if x.stride(3) == 1 and x.stride(2) == x.shape[3] else x.contiguous() for x in (ring.k, ring.v))

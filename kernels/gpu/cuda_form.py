@@ -55,7 +55,8 @@ class Form:
 
     def registers(self, target: str) -> int:
         """Of a thread of the decode kernel at most. Three blocks lie on a multiprocessor with 128 or fewer; the forms
-        that are timed do with 104 on sm_90."""
+        that are timed do with 104 on sm_90.
+        """
         if self.head_dim > 128:
             return 255
         plain = len(self.tiers) == 1 and not (self.scores or self.ring or target != "sm_90")

@@ -72,7 +72,8 @@ def _processors_of(device: torch.device) -> int:
 
 def _num_processors(device: torch.device) -> int:
     """Multiprocessors (NVIDIA) or compute units (AMD) of a device; 1 in the interpreter, and an H100's where kernels
-    are compiled without a GPU."""
+    are compiled without a GPU.
+    """
     return _processors_of(device) if device.type == "cuda" else 132 if ptx_level() else 1
 
 
@@ -108,7 +109,8 @@ def _operand(q: Tensor, tiers: list["ListTier"], ring: Ring | None) -> tl.dtype:
 
 def _num_parts(lists: int, most: int, at_once: int) -> int:
     """Parts that each list of so many pages or blocks at most is cut into, where so many programs run at once: those
-    of one wave, or as many as end soonest. A wave that is hardly begun takes as long as a full one."""
+    of one wave, or as many as end soonest. A wave that is hardly begun takes as long as a full one.
+    """
     lists = max(1, lists)
     tried = range(1, min(most, max(at_once // lists, _MOST_WAVES)) + 1)
     return min(tried, key=lambda parts: (-(-lists * parts // at_once) / parts, parts), default=1)
@@ -121,7 +123,8 @@ _resident: dict[tuple, int] = {}  # programs of a compiled kernel that one multi
 
 def programs_by_size(registers: int, shared_bytes: int, warps: int, has_bytes: int, threads: int = 2048) -> int:
     """Programs of so many warps that a multiprocessor of NVIDIA's holds, whose shared memory has `has_bytes`, by a
-    thread's registers and a program's shared memory."""
+    thread's registers and a program's shared memory.
+    """
     quarters, granule = 4, 256
     # Registers lie in quarters, of which each holds whole warps.
     in_quarter = _REGISTERS // quarters // (-(-_WARP * registers // granule) * granule)
@@ -381,7 +384,8 @@ class Attention:
         self, q: Tensor, ring: Ring | None, scale: float, offset: int | None = None
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """A layer whose lists lie behind `offset` others of a sequence: as `Backend.paged_decode`, whose log-sum-exp
-        the next call overwrites."""
+        the next call overwrites.
+        """
         q, offset = q.contiguous(), self._lists.offset if offset is None else offset
         out = torch.empty(q.shape, dtype=self._out, device=q.device)
         scores = [torch.empty(shape, device=q.device) for shape in self._returned]

@@ -1,5 +1,6 @@
 """GPU backend: the kernels that move page ids between the free list and the page tables, and slots as lists are
-compacted; `table` launches them."""
+compacted; `table` launches them.
+"""
 
 import triton
 import triton.language as tl
@@ -18,7 +19,8 @@ def _pages_needed(
     T_OTHER: tl.constexpr, RELEASE: tl.constexpr,
 ):  # fmt: skip
     """Of a block of lists: their numbers, their slots before, the slots asked for, the pages that they take or return,
-    and which of them must not."""
+    and which of them must not.
+    """
     mask = row < num
     which = tl.load(lists + row, mask=mask, other=0).to(tl.int64)
     before = tl.load(num_slots + TIER * num_lists + which, mask=mask, other=0)

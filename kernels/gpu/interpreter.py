@@ -14,7 +14,8 @@ Change = tuple[object, str, object]  # the object, the attribute, and its value 
 
 def patch_once() -> None:
     """Has the interpreter put its functions in place once per launch, from a list that it makes once. A version of
-    Triton whose interpreter is built otherwise (before 3.9) stays as it is."""
+    Triton whose interpreter is built otherwise (before 3.9) stays as it is.
+    """
     from triton.runtime import interpreter  # which a machine with a GPU has no use for
 
     scope_type = getattr(interpreter, "_LangPatchScope", None)

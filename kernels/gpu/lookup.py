@@ -1,5 +1,6 @@
 """GPU backend: the kernels that read the page tables, and find the smallest tracked number of every list where the
-numbers lie; `table` launches them, one launch whatever the number of lists."""
+numbers lie; `table` launches them, one launch whatever the number of lists.
+"""
 
 import triton
 import triton.language as tl
@@ -143,7 +144,8 @@ def _tracked_slots(
     SCORE: tl.constexpr, POS: tl.constexpr, REVERSED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Score and position of a block of slots of one list, and whether it holds them; 0 and -1 where it does not. The
-    first block notes how many slots the list holds."""
+    first block notes how many slots the list holds.
+    """
     pid = tl.program_id(0)
     which = tl.load(lists + pid).to(tl.int64)
     slot = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -80,7 +80,8 @@ def _write_side(
     """Encodes one side of BM slots whose scales are their own: from dense vectors (FROM = 0), from slots of another
     format (1), or from the rows of x that `source_page` names (2). With `per_row` lists of a sequence, of which `heads`
     are written here, from `offset` on. Dense vectors, of which a sequence's begin `x_row` behind the one's before, are
-    rotated first where HALF is not 0."""
+    rotated first where HALF is not 0.
+    """
     row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     list_index = (row // heads) * per_row + offset + row % heads
     target = tl.load(page + list_index, mask=row < count, other=-1).to(tl.int64)
@@ -163,7 +164,8 @@ def _write_key_groups(
     NAMED: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     """Encodes the keys of one group of tokens with one scale per channel, BW bytes of every slot; NAMED: from the rows
-    of x that `source` names."""
+    of x that `source` names.
+    """
     first = tl.program_id(0).to(tl.int64) * SIDE.CHANNEL
     target = tl.load(page + first).to(tl.int64)
     start = tl.load(slot + first).to(tl.int32)
@@ -255,7 +257,8 @@ def _move_bytes(
     BM: tl.constexpr, BB: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Copies bytes of BM slots, BB of each, or a column of BB where there are COLUMNS; byte j of slot i lies at map[j,
-    0] + i * map[j, 1] in its page."""
+    0] + i * map[j, 1] in its page.
+    """
     row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     j = tl.arange(0, BB)
     if COLUMNS > 0:
@@ -285,7 +288,8 @@ def _demote_both(
     S_T: tl.constexpr, K: tl.constexpr, V: tl.constexpr, SK: tl.constexpr, SV: tl.constexpr,
 ):  # fmt: skip
     """Re-quantises the keys (programs of the first column), the values (of the second), or copies the tracked fields of
-    some slots into another format."""
+    some slots into another format.
+    """
     part = tl.program_id(1)
     if part == 0:
         _write_side(
@@ -305,7 +309,8 @@ def _demote_both(
 @cache
 def byte_map(fmt: PageFormat, names: tuple[str, ...], device: torch.device) -> Tensor:
     """Positions of a slot's bytes in some regions of a format whose slots stand alone: int32 [bytes, 2], byte j of slot
-    i at first[j] + i * step[j] within its page."""
+    i at first[j] + i * step[j] within its page.
+    """
     slot, table = fmt.slot, []
     for name in names:
         offset, length = fmt.regions[name]

@@ -60,7 +60,8 @@ def _count_turn(
 ):  # fmt: skip
     """The sums [BN] of keys j with those of one tile of queries added; MASKED where the tile may have pairs that do not
     count. `q`, `tops` and `sums` are one head's, as of the first query: an offset of 64 bits is two registers for each
-    of a thread's elements."""
+    of a thread's elements.
+    """
     i = begin + tl.arange(0, BM)
     query = _tile(q, 0, q_token, i, D, DP, length, OP)
     top = tl.load(tops + i, mask=i < length, other=0.0 if BELOW else float("inf"))
@@ -131,7 +132,8 @@ def sum_columns(
     q: Tensor, k: Tensor, scale: float, columns: ColumnSums, lse: Tensor | None, softmax: Softmax
 ) -> Tensor:
     """Launches what `Backend.column_scores` takes. With `lse` the first pass is left out; not for counts, where a
-    probability of just 1 / n must not be a rounding below it."""
+    probability of just 1 / n must not be a rounding below it.
+    """
     assert lse is None or not columns.below_uniform, "counts take both passes"
     heads, length, head_dim = q.shape
     q, k = _rows(q), _rows(k)
@@ -213,7 +215,8 @@ def _attend_chunk(
 
 def _chunk_tile(kind: torch.dtype, padded: int) -> dict[str, int]:
     """Queries and keys of a tile, with 8 warps. Larger ones, and loads ahead of fp32 tiles, spill registers as compiled
-    for sm_89 and gfx942."""
+    for sm_89 and gfx942.
+    """
     if kind == torch.float32:
         return {"BM": 32, "BN": 16, "num_stages": 1}
     return {"BM": 128 if padded <= 128 else 64, "BN": 64 if padded <= 64 else 32, "num_stages": 2}

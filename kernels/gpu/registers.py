@@ -55,7 +55,8 @@ class Form:
 
 def forms(dims: tuple[int, ...] = DIMS, kinds: tuple[str, ...] = tuple(KINDS)) -> list[Form]:
     """All forms of these head dims and types: every format of the attention bench without scores and with them, those
-    with scales per channel behind a ring."""
+    with scales per channel behind a ring.
+    """
     plain = ("K16V16", "K8V8", "K8V4", "K4V4", "K4V2", "K2V2", "K8V4+K4V2")
     forms = []
     for dim in dims:
@@ -135,7 +136,8 @@ def loops(sass: str) -> list[list[str]]:
 def loop_instructions(built: Compiled) -> float | None:
     """Machine instructions of the main loop: of a warp for a slot, or of a thread for a query and a key. Of two tiers,
     the mean of a slot of each; branches that only some turns take, as into a ring, count too. None where the kernel has
-    no matrix products, or is not NVIDIA's."""
+    no matrix products, or is not NVIDIA's.
+    """
     if not built.target.startswith("sm_") or built.kernel not in ("_attend", "_sum_columns"):
         return None
     sizes = [len(lines) for lines in loops(nvidia_tool("nvdisasm", "-c", binary=built.binary))]

@@ -156,7 +156,8 @@ def settle(
     acts: bool,
 ) -> SlotPlan:  # fmt: skip
     """Holds a plan (whole numbers [M] of any type, as `SlotPlan` has them) to the lists it is about, which hold
-    `num_slots` int32 [tiers, all lists]; `acts`: slots may be overwritten at all."""
+    `num_slots` int32 [tiers, all lists]; `acts`: slots may be overwritten at all.
+    """
     slot = slot.reshape(-1).long().contiguous()
     goes_to, goes_at = (None if x is None else x.reshape(-1).long().contiguous() for x in (goes_to, goes_at))
     tiers, count = num_slots.shape[0], len(lists)
@@ -177,7 +178,8 @@ def locate(
     plan: SlotPlan, first: Tensor, entries: Tensor, further: Tensor, tokens_per_page: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
     """Page and slot in it, int64 [tiers, M], where a settled plan writes: in its tier what comes in, in the others what
-    goes there; page -1 for nothing. `first`: int64 [tiers, M] first new slots of the lists."""
+    goes there; page -1 for nothing. `first`: int64 [tiers, M] first new slots of the lists.
+    """
     page, inside = torch.empty_like(plan.wanted), torch.empty_like(plan.wanted)
     tiers, count = plan.wanted.shape
     sizes = [*tokens_per_page, 1, 1, 1][:4]

@@ -35,7 +35,8 @@ def _write_both(
     BH: tl.constexpr,
 ):  # fmt: skip
     """Encodes the new key (programs of the first column) or the new value of some lists into their slots; in a third
-    column, one list's key widens the bounds of its page, or a sequence's HQ queries are rotated."""
+    column, one list's key widens the bounds of its page, or a sequence's HQ queries are rotated.
+    """
     if tl.program_id(1) == 0:
         _write_side(
             k, pages, page, slot, page, slot, cos, sin, count, page_bytes, heads, per_row, offset, k_row, BK,
@@ -87,7 +88,8 @@ def _find_leaving(
     T: tl.constexpr, TABLED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Page (-1: it stays), slot and place in the whole buffer of the `most` oldest tokens of every list's buffer, layer
-    after layer."""
+    after layer.
+    """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = i < count
     each = i // most
@@ -112,7 +114,8 @@ def _rows_are_whole(x: Tensor) -> bool:
 
 class DeviceStep(FusedStep):
     """A prepared decode step: `tiers` of all layers, `lists` of the first one; the target is format, page and slot
-    (int64 [S, L, H]) of the new tokens, None behind a ring. The rest is as of `Backend.open_tables`."""
+    (int64 [S, L, H]) of the new tokens, None behind a ring. The rest is as of `Backend.open_tables`.
+    """
 
     def __init__(
         self, pages: Tensor, tiers: list[ListTier], lists: Lists, num_layers: int, seen: Tensor,
@@ -173,7 +176,8 @@ class DeviceStep(FusedStep):
         self, lists: Lists, q: Tensor, k: Tensor, v: Tensor, turn: tuple[Tensor, Tensor] | None
     ) -> Tensor:  # fmt: skip
         """Encodes the new keys and values [S, H, D] of a layer in one launch; the bytes are those of `write_keys` and
-        `write_values`. Returns the queries, rotated with the keys where they are to `turn`."""
+        `write_values`. Returns the queries, rotated with the keys where they are to `turn`.
+        """
         assert self._target is not None
         fmt, page, slot = self._target
         k, v = (x if not fmt.bounds and _rows_are_whole(x) else x.contiguous() for x in (k, v))

@@ -172,7 +172,8 @@ class DeviceTable(PageTable):
         self, rows: Tensor, tier: int, fmt: PageFormat, search: SlotSearch, *, over_layer: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As `PageTable.find_extreme`, with numbers per sequence; `over_layer` compares the mean over a layer's
-        heads."""
+        heads.
+        """
         shape, first = (len(rows), *self.shape[1:]), search.first
         value = torch.empty(shape, dtype=torch.float32, device=rows.device)
         slot, pos = (torch.empty(shape, dtype=torch.int64, device=rows.device) for _ in range(2))
@@ -250,7 +251,8 @@ class DeviceTable(PageTable):
         self, lists: Tensor, tier: int, count: Tensor, *, at_most: int | None = None, out: Tensor | None = None
     ) -> Tensor:
         """As `PageTable.reserve`, into `out` where it is given; all -1 when refused. Where so many pages are free for
-        sure, nothing is waited for, and a table row that is full is learnt of later."""
+        sure, nothing is waited for, and a table row that is full is learnt of later.
+        """
         knows = at_most is not None and self.pool.takes(at_most)
         first = torch.empty(len(lists), dtype=torch.int64, device=lists.device) if out is None else out
         self._change(lists, tier, count, first, release=False)
@@ -305,7 +307,8 @@ class DeviceTable(PageTable):
 
     def plan_compaction(self, lists: Tensor, tier: int, keep: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
         """The moves of `PageTable.plan_compaction` list by list: source and target slots int32 [M, n], -1 behind the
-        last move; and the new slot counts, int64 [M]. Nothing is moved yet."""
+        last move; and the new slot counts, int64 [M]. Nothing is moved yet.
+        """
         width, keep = keep.shape[1], keep.contiguous().view(torch.uint8)
         sources, targets = (torch.empty(len(lists), width, dtype=torch.int32, device=lists.device) for _ in range(2))
         counts = torch.empty(len(lists), dtype=torch.int64, device=lists.device)

@@ -51,7 +51,8 @@ def scaled_query(planes, SIDE: tl.constexpr):
 @triton.jit
 def _live_runs(t, held, T: tl.constexpr):
     """Slots of whole runs that begin before `held`: a mask that may change from slot to slot makes every load a single
-    byte."""
+    byte.
+    """
     RUN: tl.constexpr = 16 if T % 16 == 0 else 8
     return ((t // RUN) * RUN < held) & (t < T)
 
@@ -198,7 +199,8 @@ def key_angles(
     TURN: tl.constexpr,
 ):  # fmt: skip
     """The angles of the given slots' keys, fp32 [BT, HP]: as they are given (TURN = 1), by their ages, seen from the
-    newest of the list's `held` tokens (2), or by their own numbers (3)."""
+    newest of the list's `held` tokens (2), or by their own numbers (3).
+    """
     h = tl.arange(0, HP)
     mask = h < HALF
     if TURN == 1:

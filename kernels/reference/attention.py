@@ -156,7 +156,8 @@ def rotate(x: Tensor, angle: Tensor, dim: int = -1) -> Tensor:
 
 def _of_channels(tier: TierPages, keys: Tensor) -> Tensor:
     """Keys [S, H, m, D, T] with the scales of their channels and what they were stored less, where those lie beside the
-    pages."""
+    pages.
+    """
     if tier.channels is not None:
         scale, zero = (x[:, None, :, None] for x in (tier.channels.scale, tier.channels.zero))
         keys = keys * scale + zero
@@ -175,7 +176,8 @@ def _ring_output(
     p_pages: Tensor, p_ring: Tensor, v_pages: Tensor, ring: Ring, tier: TierPages, k_ordinal: Tensor, k_live: Tensor
 ) -> Tensor:
     """Weighted values when keys and values leave the buffer at different times: probabilities are first put in token
-    order."""
+    order.
+    """
     width = max(p_pages.shape[-1], int(ring.num_tokens.max()))
     by_token = F.pad(p_pages, (0, width - p_pages.shape[-1]))
     index = k_ordinal.clamp(min=0)[:, :, None].expand_as(p_ring)
@@ -189,7 +191,8 @@ def _ring_output(
 
 def page_bounds(q: Tensor, pages: Tensor, tier: TierPages, group: Reduce) -> Tensor:
     """Upper bound of the logits in a page, over the query heads (q [S, Hq, D]) of a group, fp32 [S, H, m]; any number
-    past a list's end."""
+    past a list's end.
+    """
     num_seq, num_heads = tier.ids.shape[:2]
     q = q.float().view(num_seq, num_heads, -1, q.shape[-1])
     low, high = (region(pages, tier.fmt, name)[tier.ids].float().transpose(2, 3) for name in ("k_low", "k_high"))

@@ -238,7 +238,8 @@ def _numbers(raw: Tensor, code: Code | None, name: str) -> Tensor:
 @dataclass
 class _Side:
     """Encoded vectors: bytes or elements [M, W]; scales and zeros [M, groups] where their code has them; and where the
-    rest of some elements is kept apart which these are, and the rest, [M, n]."""
+    rest of some elements is kept apart which these are, and the rest, [M, n].
+    """
 
     codes: Tensor
     scale: Tensor | None = None
@@ -272,7 +273,8 @@ _Meta = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 def _decode_keys(fmt: PageFormat, codes: Tensor, meta: _Meta) -> Tensor:
     """fp32 keys [X, D, n] from codes [X, W, n] and per-token metadata [X, groups, n] (or per-channel [X, n / group,
-    D]), None where the code has none."""
+    D]), None where the code has none.
+    """
     form, (scale, zero, *apart) = fmt.slot, meta
     if form.keys is None:
         return F.pad(codes.float(), (0, 0, 0, form.head_dim - form.key_channels))
@@ -317,7 +319,8 @@ def _metadata(pages: Tensor, fmt: PageFormat, side: str, page: Tensor, slot: Ten
 
 def read_pages(pages: Tensor, fmt: PageFormat, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Dequantises whole pages, int64 [X] page ids: keys fp32 [X, D, T] (transposed, as they lie in the page) and values
-    fp32 [X, T, D]. Slots never written hold anything, also NaN."""
+    fp32 [X, T, D]. Slots never written hold anything, also NaN.
+    """
     keys = _decode_keys(fmt, region(pages, fmt, "k_codes")[ids], _metadata(pages, fmt, "k", ids))
     if fmt.slot.keys_only:
         return keys, keys.transpose(1, 2)

@@ -45,7 +45,8 @@ class PromptOperations(Operations):
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, softmax: Softmax = PLAIN
     ) -> tuple[Tensor, Tensor | None]:
         """As `prefill_attention`, with the log-sum-exp of every query's logits and sink, fp32 [Hq, N]; None where
-        `takes_lse` is not set, or no kernel gives it for these tensors."""
+        `takes_lse` is not set, or no kernel gives it for these tensors.
+        """
         if not self.takes_lse:
             return self.prefill_attention(q, k, v, scale, softmax), None
         if not softmax.is_plain:
@@ -57,7 +58,8 @@ class PromptOperations(Operations):
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, softmax: Softmax
     ) -> tuple[Tensor, Tensor | None]:
         """`prefill_attention_with_lse` of a softmax that is not plain: sinks join the log-sum-exp of a fused kernel,
-        and anything else is a chunk behind nothing."""
+        and anything else is a chunk behind nothing.
+        """
         output = None if softmax.cap else attention_with_lse(q, k, v, scale)
         if output is not None:
             return softmax.with_sinks(*output)
@@ -233,7 +235,8 @@ def has_flash(q: Tensor) -> bool:
 
 def attention_with_lse(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
     """A prompt's attention (arguments as of `Backend.prefill_attention`) with the log-sum-exp of every query's logits,
-    fp32 [Hq, N], by the kernels that `scaled_dot_product_attention` takes where it can; None where torch has none."""
+    fp32 [Hq, N], by the kernels that `scaled_dot_product_attention` takes where it can; None where torch has none.
+    """
     checks.prompt(q, k, v)
     prompt = q[None], k[None], v[None]
     if q.device.type == "cpu":
@@ -261,7 +264,8 @@ def attention_behind(q: Tensor, k: Tensor, v: Tensor, past_k: Tensor, past_v: Te
 
 def reduce_columns(prob: Tensor, counts: Tensor, reduce: Reduce) -> Tensor:
     """Reduces probabilities fp32 [..., w, n], 0 where a query does not count for a key, over the queries; `counts`:
-    bool, broadcastable, which of them do."""
+    bool, broadcastable, which of them do.
+    """
     if reduce == "max":
         return prob.amax(-2)
     return prob.sum(-2) / (counts.sum(-2).clamp(min=1) if reduce == "mean" else 1)
@@ -269,7 +273,8 @@ def reduce_columns(prob: Tensor, counts: Tensor, reduce: Reduce) -> Tensor:
 
 def pool_scores(score: Tensor, kind: Literal["avg", "max"], kernel: int) -> Tensor:
     """Centred pooling along the last axis, stride 1; `avg` counts padding as zeros, `max` ignores it. Any leading
-    shape."""
+    shape.
+    """
     rows = score.reshape(-1, 1, score.shape[-1])
     op = F.avg_pool1d if kind == "avg" else F.max_pool1d
     return op(rows, kernel, stride=1, padding=kernel // 2).view(score.shape)

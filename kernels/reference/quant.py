@@ -56,7 +56,8 @@ def quantize(
 
 def dequantize(codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int, *, symmetric: bool = False) -> Tensor:
     """Inverse of `quantize` in fp32, with the stored fp16 scale and zero (broadcast against `codes`); symmetric codes
-    need no zero."""
+    need no zero.
+    """
     values = codes.float()
     if symmetric:
         return (values - 2 ** (bits - 1)) * scale.float()
@@ -177,7 +178,8 @@ def _encode_table(x: Tensor, scale: Tensor, code: Code) -> tuple[Tensor, Tensor]
 
 def _encode_up(x: Tensor, code: Code) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Codes as llama.cpp and vLLM round them: times the reciprocal of the fp32 scale, halves up. Of a scale that is not
-    finite, all codes are 0."""
+    finite, all codes are 0.
+    """
     low, top = torch.zeros_like(x[..., :1]), 2**code.bits - 1
     if code.zero:
         low = x.amin(-1, keepdim=True) + 0.0
@@ -251,7 +253,8 @@ def encode_apart(x: Tensor, code: Code, count: int) -> tuple[Tensor, Tensor | No
 
 def _encode_levels(x: Tensor, code: Code, apart: Tensor | None = None) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Codes of a calibrated table, with fp16 scale and zero [..., 1] where it has them: those that are stored are those
-    that numbers are coded with. Elements `apart` (int64 [..., count]) do not count for them."""
+    that numbers are coded with. Elements `apart` (int64 [..., count]) do not count for them.
+    """
     scale = zero = None
     if code.scale != "none":
         low, high = (x if apart is None else x.scatter(-1, apart, end) for end in (math.inf, -math.inf))

@@ -13,7 +13,8 @@ WINDOW_ROWS = 256  # queries whose keys are looked at together
 
 class WindowOperations(Operations):
     """Operations of a prompt on layers with a window; `Backend` has the legend. Masks are as large as the product of a
-    block of queries and what their windows hold, never of the prompt and itself."""
+    block of queries and what their windows hold, never of the prompt and itself.
+    """
 
     def window_attention(
         self,

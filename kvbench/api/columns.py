@@ -29,7 +29,8 @@ class Columns:
 
     def of_turn(self, tokens: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:
         """Mask of the tokens of a turn or step (int64 [B, n]) that are not padding, bool [B, n]; covers these columns
-        or all."""
+        or all.
+        """
         assert self._kept is not None, "a prompt was read"
         kept, width = torch.ones_like(tokens, dtype=torch.bool), tokens.shape[1]
         if mask is not None:
@@ -52,7 +53,8 @@ class Columns:
 
     def check_conversation(self, prompt: Tensor | None) -> int:
         """Columns of a conversation (int64 [B, N]) that are new; raises ValueError unless it begins with those that
-        were read, and has more."""
+        were read, and has more.
+        """
         assert self._tokens is not None, "a prompt was read"
         read, seen, shape = self._tokens, len(self), None if prompt is None else tuple(prompt.shape)
         if prompt is None or prompt.ndim != 2 or len(prompt) != len(read) or prompt.shape[1] <= seen:
@@ -90,7 +92,8 @@ def _kept(tokens: Tensor, mask: Tensor | None) -> Tensor:
 def _check_positions(positions: Tensor | None, kept: Tensor, before: Tensor, columns: int) -> None:
     """Raise ValueError unless positions [..., B or 1, n] are those of the text behind so many tokens (int64 [B, 1])
     and columns: counted without padding, as generate does, or by column, as a model does that gets none. Those of
-    padding may be any."""
+    padding may be any.
+    """
     if positions is None:
         return
     counted = before + kept.long().cumsum(1) - 1

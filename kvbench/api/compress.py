@@ -139,7 +139,8 @@ class CompressedCache(_Cache):
 
     def _go_on(self, tokens: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:
         """Read more of every row (int64 [B, n]): a step of one token, or the next turn of a conversation, which may
-        have padding in front; logits [B, vocabulary] after it."""
+        have padding in front; logits [B, vocabulary] after it.
+        """
         width = tokens.shape[1]
         if len(tokens) != len(self._rows):
             raise ValueError(
@@ -164,7 +165,8 @@ class CompressedCache(_Cache):
     ) -> "BatchCache":
         """The cache with which `generate` reads a prompt (int64 [B, N]) and adds `most` tokens (None = not set;
         the last one is not read): a new one, or where it is given one that holds rows, that one; raises ValueError
-        unless the next turn fits behind these."""
+        unless the next turn fits behind these.
+        """
         if (held := _taken(arguments, self)) is not None:
             self._check_room(self._columns.check_conversation(prompt) + (most or 1) - 1)
             return held
@@ -391,7 +393,8 @@ def _arguments(
 
 def _taken(arguments: dict[str, Any], cache: CompressedCache) -> BatchCache | None:
     """Cache of prompts among the arguments of a call: itself or the block's, which is that of the last prompts; None
-    without one, or where the block's holds nothing. Any other cache is refused, under each of its names."""
+    without one, or where the block's holds nothing. Any other cache is refused, under each of its names.
+    """
     batch = None
     for name in hf.CACHE_NAMES:
         value = arguments.get(name)

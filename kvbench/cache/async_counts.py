@@ -44,7 +44,8 @@ class Rows:
     """Rows of a cache: int64 [S] on the device that holds them, and their numbers on the host; of captured steps a
     list, which a replay for other rows changes in place. Empty = unknown on the host, so that the lengths of lists are
     read from the device. A captured step has one size for several numbers of rows: with a `padding`, S may exceed them,
-    and the store's spare row stands behind them, which takes no slot and is reported to no receiver."""
+    and the store's spare row stands behind them, which takes no slot and is reported to no receiver.
+    """
 
     tensor: Tensor
     numbers: Sequence[int] = ()
@@ -85,7 +86,8 @@ class Rows:
 @dataclass
 class ReplayLog:
     """Numbers that each replay of a captured step sends to the host: how many each receiver takes, and the tensor that
-    holds all of them after a replay."""
+    holds all of them after a replay.
+    """
 
     posts: list[tuple[int, Callable[[], Receiver]]] = field(default_factory=list)
     numbers: Tensor | None = None
@@ -108,7 +110,8 @@ class AsyncCounts:
 
     def post(self, numbers: Tensor, bind: Callable[[], Receiver]) -> None:
         """Hands whole numbers (any shape and integer or bool type) to a receiver, now or later. `bind` makes the
-        receiver with the host's state at that step: it is called here, and again in every replay of a captured step."""
+        receiver with the host's state at that step: it is called here, and again in every replay of a captured step.
+        """
         if not self.is_late:
             bind()(numbers.flatten().tolist())
             return
@@ -145,7 +148,8 @@ class AsyncCounts:
 
     def collect(self, leave: int = 0) -> None:
         """Hands over what was sent, except the `leave` steps sent last; all of it, and only then raises the first
-        receiver's exception."""
+        receiver's exception.
+        """
         end = len(self._sent) - leave
         if end <= 0:
             return

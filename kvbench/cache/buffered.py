@@ -67,7 +67,8 @@ class ResidualBuffer:
 
     def of_layer(self, rows: Tensor, layer: int, numbers: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
         """Key and value rings [S, H, R, D] of one layer; views, not copies, when `rows`, whose host `numbers` are
-        these, follow one another."""
+        these, follow one another.
+        """
         numbers = rows.tolist() if numbers is None else list(numbers)
         if numbers and numbers == list(range(numbers[0], numbers[0] + len(numbers))):
             chosen = slice(numbers[0], numbers[0] + len(numbers))
@@ -76,7 +77,8 @@ class ResidualBuffer:
 
     def split_prompt(self, count: Count) -> tuple[Count, Count]:
         """The number of a prompt's `count` kept tokens (or of several, int64 [..]) go to the pages at once: keys,
-        values."""
+        values.
+        """
         size = self.spec.num_tokens
         if self.spec.hold_prompt:
             whole = count - count % size
@@ -86,8 +88,8 @@ class ResidualBuffer:
 
     def paged_after(self, count: int, new: int) -> tuple[int, int]:
         """Slots in pages of a list that kept `count` tokens of a prompt and took `new` more: exactly, and the most that
-        a list which kept fewer can have for each token that it kept."""
-
+        a list which kept fewer can have for each token that it kept.
+        """
         period = self.spec.num_tokens if self.spec.hold_prompt else self.group_tokens
         prompt = torch.cat([torch.tensor([count]), torch.arange(period)])
         keys, values = self.split_prompt(prompt)
@@ -99,7 +101,8 @@ class ResidualBuffer:
 
     def after_append(self, lists: Tensor, new: Tensor | int = 1) -> tuple[Tensor, Tensor]:
         """The counts (keys, values in pages) once each of these lists has taken one more token, or as many as `new`
-        int64 [M] says, 0 or 1; int64 [M]."""
+        int64 [M] says, 0 or 1; int64 [M].
+        """
         total = self.num_tokens[lists].long() + new
         held_k, held_v = self.num_k[lists].long(), self.num_v[lists].long()
         size = self.spec.num_tokens
@@ -127,7 +130,8 @@ class ResidualBuffer:
 
 class Buffered(Paged):
     """Holds the newest tokens of every list in a ring and the others in the pages of its one tier; the policy does not
-    act while decoding."""
+    act while decoding.
+    """
 
     def __init__(
         self,
@@ -227,7 +231,8 @@ class Buffered(Paged):
 
     def _write_all(self, prompt: PromptLayer, tier: int, kept: Kept) -> None:
         """Writes a prompt of which all tokens are kept: heads are alike, and targets are slices known on the host.
-        Masks would be waited for."""
+        Masks would be waited for.
+        """
         heads, length, _ = prompt.k.shape
         head, token = (index.view(heads, length) for index in (kept.head, kept.token))
         rings, sides = (self.ring.k, self.ring.v), ((prompt.paged_k, None), (None, prompt.v))

@@ -27,7 +27,8 @@ from kvbench.policy import ALL_QUERIES, EVICT, Policy
 class _Reading:
     """A prompt of which a part was read: its tokens in all; per layer and tier, int32 [H, slots] position of each slot,
     -1 past a list's end; per layer, fp32 [H, total] what tokens got from all queries so far, where that is asked; and
-    the chunk's layers that wait for the last one (keys, values, scores)."""
+    the chunk's layers that wait for the last one (keys, values, scores).
+    """
 
     total: int
     pos: list[list[Tensor]]
@@ -68,7 +69,8 @@ class Chunks:
 
     def read(self, row: int, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Attends from one layer of a chunk (q [Hq, n, D], k and v [H, n, D], post-RoPE), and plans and writes it; for
-        scope `model`, all layers with the last one. Returns [Hq, n, D], fp32 or the dtype of `q`."""
+        scope `model`, all layers with the last one. Returns [Hq, n, D], fp32 or the dtype of `q`.
+        """
         reading, backend = self._open[row], self._holding.pages.backend
         softmax = self._holding.softmax_of(layer)
         begin, end = reading.seen, reading.seen + k.shape[1]
@@ -101,7 +103,8 @@ class Chunks:
 
     def _past(self, row: int, layer: int, reading: _Reading) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Keys and values fp32 [H, M, D] that are held of the chunks before, as a chunk attends to them; bool [H, M]
-        which are no padding; int64 [H, M] positions, -1 for padding."""
+        which are no padding; int64 [H, M] positions, -1 for padding.
+        """
         holding, pages = self._holding, self._holding.pages
         heads, device = pages.shape[2], self._shape.device
         if not reading.seen:
@@ -136,7 +139,8 @@ class Chunks:
         reading: _Reading,
     ) -> Tensor | None:
         """fp32 [1 + len(also), H, N] numbers of held tokens and of the chunk, `GONE` (and 0 for the further ones) for
-        the others; None where the policy needs none."""
+        the others; None where the policy needs none.
+        """
         if not self._holding.scores.spec.measures_prompts:
             return None
         past_k, past_v, pos = past

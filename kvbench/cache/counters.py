@@ -81,7 +81,8 @@ class Counters:
 
 class CountsBeforeStep:
     """Copies of the counts that a step changes and the ledger looks at, on their device: for rows that had ended when a
-    step began, which only the step's end told. `seen` are the tokens that the host has counted."""
+    step began, which only the step's end told. `seen` are the tokens that the host has counted.
+    """
 
     def __init__(self, held: list[Tensor], seen: list[int]) -> None:
         self._held, self._seen = held, seen
@@ -94,7 +95,8 @@ class CountsBeforeStep:
     @contextmanager
     def restored(self, row: int) -> Iterator[None]:
         """Lets the ledger say what a row held when `note` was called, one step ago. The row can only be closed then:
-        what lies in its pages is still of one token more."""
+        what lies in its pages is still of one token more.
+        """
         now = [count.clone() for count in self._held]
         torch._foreach_copy_(self._held, self._before)
         self._seen[row] -= 1

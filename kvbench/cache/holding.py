@@ -52,7 +52,8 @@ class Channels:
 
 def reorder(x: Tensor, order: Tensor) -> Tensor:
     """Queries or keys [S, X, D] in an order of channels, int64 [S or 1, X, D]. Of one channel, which stands for vectors
-    that are not there (`kvbench.sizing`), there is no order."""
+    that are not there (`kvbench.sizing`), there is no order.
+    """
     return x if x.shape[-1] == 1 else x.gather(-1, order.expand(len(x), -1, -1))
 
 
@@ -100,7 +101,8 @@ class EvictionDue:
 
 class Holding:
     """Tokens in pages, with the state of steps and prompts; `first_layer` is the model's number of the first layer that
-    is held here, from which other arguments count."""
+    is held here, from which other arguments count.
+    """
 
     def __init__(
         self,
@@ -130,7 +132,8 @@ class Holding:
     @property
     def row_bytes(self) -> tuple[int, int]:
         """Bytes of one row beside its pages, whatever it holds: (counters, orders of channels and offsets of keys,
-        rings)."""
+        rings).
+        """
         orders = 0 if self.channels is None else self.channels.row_bytes
         orders += 0 if self.offsets is None else self.offsets.row_bytes
         return orders, 0 if self.scores.queries is None else self.scores.queries.row_bytes
@@ -166,7 +169,8 @@ class Holding:
 
     def paged_slots(self, kept: int, new: int) -> tuple[int, int]:
         """Slots that a list has in pages once it kept so many tokens of a prompt and took so many more: exactly, and at
-        most where that many are the mean of lists."""
+        most where that many are the mean of lists.
+        """
         return kept + new, kept + new
 
     def slots_per_tier(self, lists: Tensor) -> list[Tensor]:
@@ -205,7 +209,8 @@ class Holding:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [S, Hq, D], keys and values [S, KV heads, D] of one layer of rows (or of tokens of one row) as
         attention over pages takes them; `orders` are those of the rows' channels, and `offsets` fp32 [S or 1, L, KV
-        heads, D] what their keys are stored less."""
+        heads, D] what their keys are stored less.
+        """
         if offsets is not None:
             k = less(k, offsets[:, layer])
         q, k = self.rotations.keys.apply(q), self.rotations.keys.apply(k)
@@ -233,7 +238,8 @@ class Holding:
 
     def share(self, source: int, target: int) -> None:
         """Lets an empty row hold what another one holds: its pages until one of them writes to one, and copies of
-        whatever lies beside the pages."""
+        whatever lies beside the pages.
+        """
         self.pages.table.share(self.lists(source), self.lists(target))
         if self.scores.queries is not None:
             self.scores.queries.copy(source, target)

@@ -60,7 +60,8 @@ class StoreOptions:
 @dataclass(frozen=True)
 class DeviceSpan:
     """Some layers of a model that follow one another, and the device of their weights, and so of their part of the
-    cache."""
+    cache.
+    """
 
     device: torch.device
     num_layers: int
@@ -121,7 +122,8 @@ class ModelShape:
     @cached_property
     def kinds(self) -> dict[int, tuple[int, int]]:
         """Lookup by a layer's own number: index of its shape (0 for this one, then `other_kinds`), and index of the
-        layer in it."""
+        layer in it.
+        """
         shapes = (self, *self.other_kinds)
         each = [(kind, shape.numbers or range(shape.num_layers)) for kind, shape in enumerate(shapes)]
         return {number: (kind, index) for kind, numbers in each for index, number in enumerate(numbers)}
@@ -138,7 +140,8 @@ class ModelShape:
 
     def parts(self) -> "list[tuple[int, ModelShape]]":
         """Parts of this process, one after another: the number of a part's first layer, and the shape of its layers
-        with the heads of this process."""
+        with the heads of this process.
+        """
         parts, first = [], 0
         num_q_heads, num_kv_heads = self.heads_here
         for span in self.device_spans or (DeviceSpan(self.device, self.num_layers),):
@@ -174,7 +177,8 @@ class ModelShape:
 
     def fp16_bytes(self, num_tokens: int) -> int:
         """Bytes of an uncompressed 16-bit cache of this many tokens, as the model itself would hold it, windows and
-        states included: the denominator of every ratio."""
+        states included: the denominator of every ratio.
+        """
         total = self.layers_fp16_bytes(num_tokens) + self.state_bytes
         return total + sum(each.fp16_bytes(num_tokens) for each in self.other_kinds)
 
@@ -192,7 +196,8 @@ def most_slots(policy: Policy, prompt_tokens: int, new_tokens: int) -> int:
 
 def compile_tier(tier: Tier, shape: ModelShape, track: tuple[str, ...], policy: Policy | None = None) -> SlotFormat:
     """The slot format of a tier on a model; raises ValueError where groups or splits do not divide the head dim, in the
-    words of the policy's settings."""
+    words of the policy's settings.
+    """
     kept = tier.key_channels(shape.head_dim)
     few = kept if kept < shape.head_dim else 0
     dtype = shape.dtype if tier.native else torch.bfloat16 if shape.dtype == torch.bfloat16 else torch.float16

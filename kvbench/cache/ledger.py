@@ -89,7 +89,8 @@ class Ledger:
 
     def fixed_row_bytes(self, prompt_tokens: int | None = None, new_tokens: int = 0) -> tuple[int, int, int]:
         """Bytes of one row that stay the same from its prompt on: (tables and counters, residual rings, codebooks); of
-        a prompt of so many tokens and most tokens read behind it; None = as each row is allocated, for the longest."""
+        a prompt of so many tokens and most tokens read behind it; None = as each row is allocated, for the longest.
+        """
         slots = None if prompt_tokens is None else most_slots(self._policy, prompt_tokens, new_tokens)
         fixed = rings = 0
         for part in self._parts:
@@ -104,7 +105,8 @@ class Ledger:
     @property
     def book_bytes(self) -> int:
         """Bytes of a model's codebooks and offsets of keys, which all rows share and each is billed as if it were
-        alone."""
+        alone.
+        """
         codebooks = [part.pages.codebooks for part in self._parts if part.pages.codebooks is not None]
         books = sum(books.table_bytes + books.channel_bytes * self._ranks.size for books in codebooks)
         offsets = [part.offsets for part in self._parts if part.offsets is not None]
@@ -117,7 +119,8 @@ class Ledger:
 
     def resident_bytes(self, rows: Tensor) -> Tensor:
         """Resident bytes of rows, int64 [S]: pages with their free-list entries, tables, counters, rings and
-        codebooks; and windows and states."""
+        codebooks; and windows and states.
+        """
         fixed = torch.tensor([self._fixed_of(row) for row in rows.tolist()], dtype=torch.int64, device=rows.device)
         return fixed + self._paged_bytes(rows)
 
@@ -147,7 +150,8 @@ class Ledger:
     @property
     def shared_bytes(self) -> int:
         """Bytes that the rows together hold less than their resident bytes say, because they share pages and codebooks:
-        a row is billed what it would hold alone, so that its bytes do not depend on what is beside it."""
+        a row is billed what it would hold alone, so that its bytes do not depend on what is beside it.
+        """
         shared = [part.pages.pool.others for part in self._parts]
         (num_pages,) = self._ranks.totals([sum(int(others.sum()) for others in shared if others is not None)])
         local = num_pages * self._page_bytes + max(0, len(self._open) - 1) * self.book_bytes
@@ -228,7 +232,8 @@ class Ledger:
 
     def resize(self, row: int, new_tokens: int) -> None:
         """Notes another limit of the tokens behind a prompt that was read for several rows. Peaks so far are those that
-        the row would have had alone."""
+        the row would have had alone.
+        """
         if row not in self._sizes:
             return
         self._settle()
@@ -293,7 +298,8 @@ class Ledger:
 
     def note_chunks(self, row: int, chunks: int, at_once_bytes: int) -> None:
         """Notes that a prompt was read in so many chunks, which has just ended; at once, so many bytes of uncompressed
-        keys and values would have lain beside the row, of the layers that are planned together."""
+        keys and values would have lain beside the row, of the layers that are planned together.
+        """
         self.meters[row].prompt["prompt_chunks"] = chunks
         self.meters[row].one_shot_peak_bytes = self.row_bytes(row) + at_once_bytes
 
@@ -363,7 +369,8 @@ class Ledger:
 
     def report(self, row: int) -> tuple[dict, dict]:
         """The ledger and the kept-token summary of a finished row, as they go into the journal: `ledger` and `kept` of
-        `kvbench.results.sample.SampleRecord`."""
+        `kvbench.results.sample.SampleRecord`.
+        """
         self._settle()
         items, meter = self.itemise(row), self.meters[row]
         seen = self._counters.seen[row]

@@ -84,7 +84,8 @@ class KeyOffsets:
 
 def less(k: Tensor, vectors: Tensor) -> Tensor:
     """Keys [..., D] less vectors that broadcast against them, in their own dtype. Of one channel, which stands for keys
-    that are not there (`kvbench.sizing`), nothing is taken."""
+    that are not there (`kvbench.sizing`), nothing is taken.
+    """
     return (k.float() - vectors).to(k.dtype) if k.shape[-1] == vectors.shape[-1] else k
 
 
@@ -145,7 +146,8 @@ def _part_table(table: Table, whole: ModelShape, shape: ModelShape, first_layer:
 
 def check_key_offset(offset: str | Table, policy: Policy, chunk: int | None = None) -> None:
     """Refuses offsets of keys that a method's formats cannot have, or that are not known when the first key of a prompt
-    is stored, which is read `chunk` tokens at a time (None = at once); by the settings alone, with a ValueError."""
+    is stored, which is read `chunk` tokens at a time (None = at once); by the settings alone, with a ValueError.
+    """
     if offset == "none":
         return
     name = type(policy).__name__

@@ -21,7 +21,8 @@ Arrivals = tuple[Tensor, Tensor, Tensor, Tensor]  # head and position int64 [M],
 @dataclass(frozen=True)
 class PromptLayer:
     """One layer of a prompt on its way into the cache: its lists int64 [H]; keys and values [H, N, D] as the model
-    gives them, keys as pages hold them, and fp32 [H, N] what the slots' scores begin with, or None for 0."""
+    gives them, keys as pages hold them, and fp32 [H, N] what the slots' scores begin with, or None for 0.
+    """
 
     row: int
     layer: int
@@ -37,7 +38,8 @@ class Kept:
     """The tokens of a prompt layer that go to one tier, in position order: int64 [M] the head, the position in the
     prompt and the place in the head's list; int64 [H] tokens per head. With `in_order` they are all tokens of all
     heads, one after the other, of which those that are not kept have place -1, which every kernel passes over. `is_all`
-    says whether all are kept, None where the host has not asked."""
+    says whether all are kept, None where the host has not asked.
+    """
 
     head: Tensor
     token: Tensor
@@ -76,7 +78,8 @@ class Kept:
 
 class Parts:
     """Parts of a cache that hold the layers of a model, in their order: a `Paged` is the only one, a `Split` stands for
-    several. `plans` makes the policy's plans for all of them, and `due` tracks the bulk evictions of their rows."""
+    several. `plans` makes the policy's plans for all of them, and `due` tracks the bulk evictions of their rows.
+    """
 
     parts: "Sequence[Paged]"
     plans: CheckedPlans
@@ -173,7 +176,8 @@ class Paged(Holding, Parts):
     def write_prompt(self, row: int, layer: int, k: Tensor, v: Tensor, tier_of: Tensor, score: Tensor | None) -> None:
         """Writes the kept tokens of one layer of a prompt, k and v [H, N, D] post-RoPE, per tier in position order, by
         the plan int8 [H, N] (where layers or heads differ, 0 stands for each one's own); fp32 [H, N] is what the slots'
-        scores begin with, None = 0."""
+        scores begin with, None = 0.
+        """
         paged_k = self.rope.strip(k, torch.arange(k.shape[1], device=k.device))
         prompt = PromptLayer(row, layer, self.lists_of_layer(row, layer), k, v, paged_k, score)
         tier_of = self.pages.stands_for(tier_of, prompt.lists)
@@ -245,7 +249,8 @@ class Paged(Holding, Parts):
 
     def open(self, rows: Rows) -> "list[PagedStep]":
         """Plans one decode step for rows, and makes room for their tokens, one step for each of `parts`; raises what
-        `CompressedStore.begin_step` does."""
+        `CompressedStore.begin_step` does.
+        """
         whose = self.due.whose(rows.numbers, lambda: self.view(rows))
         if whose:
             self.compact(rows if len(whose) == len(rows) else Rows.of(whose, self.shape.device))
@@ -292,7 +297,8 @@ def replan(
     peak: Callable[[], None],
 ) -> None:
     """Carries out a plan for one layer of a prompt, as `Paged.extend_prompt` describes it: dropped tokens leave, tokens
-    of another tier are encoded again, and the newest chunk is written. Lists int64 [H] share no page with others."""
+    of another tier are encoded again, and the newest chunk is written. Lists int64 [H] share no page with others.
+    """
     first = tier_of.shape[1] - k.shape[1]
     arrivals: list[list[Arrivals]] = [[] for _ in pages.formats]
     stays = [_leaving(pages, tier, lists, tier_of, kept, arrivals) for tier, kept in enumerate(pos)]
@@ -310,7 +316,8 @@ def _keep(pages: Pages, tier: int, lists: Tensor, stays: Tensor, room: int, peak
     """Closes the gaps that dropped slots leave in lists (int64 [H]), without changing the order of the others, and
     returns emptied pages. Bytes are moved as they are, through as many slots behind the list's end as it has `room`
     for, since a move must not write where another one reads; `peak` is called while these are taken. `stays` is bool
-    [H, slots], False past a list's end."""
+    [H, slots], False past a list's end.
+    """
     table, before = pages.table, pages.held(tier, lists)
     slot = torch.arange(stays.shape[1], device=stays.device)
     target = stays.cumsum(1) - 1
@@ -335,7 +342,8 @@ def _keep(pages: Pages, tier: int, lists: Tensor, stays: Tensor, room: int, peak
 
 def _append(pages: Pages, tier: int, layer: int, lists: Tensor, arrivals: list[Arrivals], pos: Tensor) -> Tensor:
     """Writes tokens behind those that lists hold, in the order of their positions; int32 [H, slots] positions of what
-    is there, and with what came."""
+    is there, and with what came.
+    """
     head, position, k, v = (torch.cat([part[i] for part in arrivals]) for i in range(4))
     if not head.numel():
         return pos
@@ -355,7 +363,8 @@ def _leaving(
     pages: Pages, tier: int, lists: Tensor, goes_to: Tensor, pos: Tensor, arrivals: list[list[Arrivals]]
 ) -> Tensor:
     """Takes out of a tier what goes to others or is dropped, by int8 [H, N] the new tier of each position; what goes to
-    others is read, into their `arrivals`, before anything moves. Returns bool [H, slots] what stays."""
+    others is read, into their `arrivals`, before anything moves. Returns bool [H, slots] what stays.
+    """
     wanted = goes_to.gather(1, pos.clamp(min=0).long()).masked_fill(pos < 0, EVICT)
     for other in range(len(pages.formats)):
         if other == tier:
@@ -378,7 +387,8 @@ def _packed(pos: Tensor, stays: Tensor) -> Tensor:
 
 def track(pages: Pages, lists: Tensor, pos: list[Tensor], score: Tensor | None) -> None:
     """Writes the tracked fields of everything that lists hold, by `pos` per tier and fp32 [H, N] scores by position, or
-    None for 0."""
+    None for 0.
+    """
     for tier, positions in enumerate(pos):
         fmt = pages.formats[tier]
         head, slot = (positions >= 0).nonzero(as_tuple=True)

@@ -31,7 +31,8 @@ SPARE_PAGES = 2  # of a list, on a device
 
 class TierMap:
     """Tier that a plan's tier 0 stands for in every list of a row, where formats differ from layer to layer or head to
-    head. It is kept on the host, so that work tier by tier has sizes that are read from no device."""
+    head. It is kept on the host, so that work tier by tier has sizes that are read from no device.
+    """
 
     def __init__(self, table: tuple[tuple[int, ...], ...], device: torch.device) -> None:
         self.table, self._device = table, device
@@ -189,7 +190,8 @@ class Pages:
 
     def taking_part(self, wanted: Tensor) -> Tensor | slice:
         """Indices of True in bool [n]; on a device all indices, since no size may depend on content: an entry that
-        takes no part has slot or page -1 there, which every kernel skips."""
+        takes no part has slot or page -1 there, which every kernel skips.
+        """
         return slice(None) if self.on_device else wanted.nonzero()[:, 0]
 
     # What lies where.
@@ -200,7 +202,8 @@ class Pages:
 
     def tier(self, tier: int, lists: Tensor, width: int | None = None, known: Tensor | None = None) -> TierPages:
         """The kernels' description of a tier of lists (int64 of any shape): `width` pages are named per list, None = as
-        many as the longest has; `known` are the slots that they hold, where the caller has asked."""
+        many as the longest has; `known` are the slots that they hold, where the caller has asked.
+        """
         held = self.held(tier, lists) if known is None else known
         if width is None:
             width = self.widest(tier, held)
@@ -212,7 +215,8 @@ class Pages:
 
     def width(self, numbers: Sequence[int], tier: int) -> int | None:
         """Upper bound of the pages that a list of these rows has in a tier, from host counts; None where it is
-        unknown."""
+        unknown.
+        """
         if self.counts.at_full_width or self.counts.log is not None:  # a captured step runs again for longer lists
             return self.table.max_pages
         slots = self.host.longest(numbers, tier) if self.on_device else None
@@ -242,7 +246,8 @@ class Pages:
         self, rows: Rows, lists: Tensor, rotation_of: Callable[[int], KeyRotation | None]
     ) -> list[TierTable]:
         """The tiers of all lists (int64 [S, L, H]) as a step of rows reads them, only on a device; `rotation_of` says
-        how keys of so many slots per list at most are turned."""
+        how keys of so many slots per list at most are turned.
+        """
         tables = []
         for tier, fmt in enumerate(self.formats):
             width = self.width(rows.numbers, tier)
@@ -258,7 +263,8 @@ class Pages:
         self, tier: int, rows: Rows, lists: Tensor, known: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The score fp32 and position int64 of every slot, 0 and -1 where a field is not tracked, and bool: the list
-        holds it; [M, n] each. And int64 [M] slots held; `known` as for `tier`."""
+        holds it; [M, n] each. And int64 [M] slots held; `known` as for `tier`.
+        """
         fmt, pages = self.formats[tier], self.width(rows.numbers, tier)
         if self.on_device and pages is not None:
             return self.table.tracked_slots(lists, tier, fmt, pages * fmt.tokens_per_page)
@@ -278,7 +284,8 @@ class Pages:
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         """Value, slot and position [S, L, H] of the smallest value in every list of rows, found where the slots lie, by
         a search per row; None where nothing searches slots in place. `known` as for `tier`, `over_layer` as for
-        `DecodeView.argmin`."""
+        `DecodeView.argmin`.
+        """
         fmt = self.formats[tier]
         if self.on_device:
             return self.table.find_extreme(rows.tensor, tier, fmt, search, over_layer=over_layer)
@@ -359,7 +366,8 @@ class Pages:
 
     def demote(self, tier: int, other: int, source: tuple[Tensor, Tensor], target: tuple[Tensor, Tensor]) -> None:
         """Re-quantises slots (page and slot, int64 [M] each) into another tier, score and position included; a page
-        below 0 is passed over."""
+        below 0 is passed over.
+        """
         pages, formats = self.pool.pages, self.formats
         if self.on_device:
             self.backend.demote(pages, formats[tier], formats[other], *source, *target)
@@ -383,7 +391,8 @@ class Pages:
 
     def compact(self, tier: int, lists: Tensor, keep: Tensor) -> None:
         """Drops the slots of lists (int64 [M]) that `keep` (bool [M, n]) does not name, closes the gaps, and returns
-        the emptied pages. The lists share no page with others (`PageTable.unshare_all`)."""
+        the emptied pages. The lists share no page with others (`PageTable.unshare_all`).
+        """
         fmt = self.formats[tier]
         self.table.compact(lists, tier, keep, fmt, partial(self.backend.move_slots, self.pool.pages, fmt))
 

@@ -22,7 +22,8 @@ class ScoredLayer:
     """One layer of a prompt, uncompressed, with its measurements: k, v [KV heads, N, D] post-RoPE keys and values, [H,
     N, D] once they are at the cache's granularity; the score of the policy's `ScoreSpec`, None without one, or where it
     is of keys and values alone; the part of the last queries that the cache keeps (`QueryRing.last`); and fp32 [H, D]
-    the worth of key channels, where the policy orders them."""
+    the worth of key channels, where the policy orders them.
+    """
 
     k: Tensor
     v: Tensor
@@ -110,7 +111,8 @@ class Prompts:
     ) -> tuple[PrefillPlan, Tensor | None]:
         """Asks the policy about layers of a prompt that are planned together, `heads` of the cache in each, over so
         many tokens so far; `score` fp32 [V, H, N] or [V, 1 + len(also), H, N], or None, and further fields of the view.
-        Gives the plan, and what the slots' scores begin with, fp32 [V, H, N] or None."""
+        Gives the plan, and what the slots' scores begin with, fp32 [V, H, N] or None.
+        """
         extra: dict[str, Tensor] = {}
         if score is not None and (also := self._policy.score.statistic.also):
             score, *others = score.unbind(1)

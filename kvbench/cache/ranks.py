@@ -9,7 +9,8 @@ from torch import Tensor
 
 class Ranks:
     """One process that holds all heads: nothing is gathered, and every sum is its own. `index` is its number among
-    `size`, in the order of its heads."""
+    `size`, in the order of its heads.
+    """
 
     size: int = 1
     index: int = 0
@@ -40,7 +41,8 @@ ALONE = Ranks()
 
 class ProcessRanks(Ranks):
     """The processes of torch.distributed's default group, which make the same calls in the same order
-    (`engine/tensor_parallel.py`)."""
+    (`engine/tensor_parallel.py`).
+    """
 
     def __init__(self, device: torch.device) -> None:
         from torch import distributed

@@ -33,7 +33,8 @@ class ReplayCheck(Generic[Subject]):
 
     def of(self, call: str, begins: bool = True) -> Subject | None:
         """Copy to call now, or None. Calls that `begin` nothing, such as those about a prompt's later layers, go to the
-        copy of the call before, or to none."""
+        copy of the call before, or to none.
+        """
         if begins:
             number = self._counts[call]
             self._counts[call] += 1
@@ -55,7 +56,8 @@ def _copied(subject: Subject) -> Subject:
 
 def differ(one: object, other: object, most: float = 0.0) -> Tensor | bool:
     """True where two answers are not the same, in more than a share `most` of a tensor's numbers: bool [] on their
-    device, or a plain one where no number has to be looked at."""
+    device, or a plain one where no number has to be looked at.
+    """
     pairs = list(zip_longest(_leaves(one), _leaves(other)))
     tensors = [(a, b) for a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape]
     if any(not isinstance(a, Tensor) and a != b for a, b in pairs) or len(tensors) < sum(

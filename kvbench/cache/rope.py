@@ -46,7 +46,8 @@ class Rope:
 
     def attach(self, tiers: list[TierPages], view: DecodeView | None) -> None:
         """Attaches the angles that give the stored keys of one layer their positions to its tiers, ids [S, H, m];
-        without the view that the step was planned from, `cache_relative` keys are left as they lie."""
+        without the view that the step was planned from, `cache_relative` keys are left as they lie.
+        """
         if self.mode == "pre_rope":
             before = torch.zeros_like(tiers[0].num_k[:, 0])
             for index, tier in reversed(list(enumerate(tiers))):
@@ -59,7 +60,8 @@ class Rope:
 
     def _in_a_row(self, index: int, first: Tensor) -> InOrder:
         """A tier's positions; where their numbers are looked at, the same object as long as they are the same, so that
-        a backend makes its tables once."""
+        a backend makes its tables once.
+        """
         known = self._known.get(index)
         if known is None or not self._looks or not torch.equal(known.first, first):
             known = self._known[index] = InOrder(first, self._inv_freq)
@@ -75,7 +77,8 @@ class Rope:
 
     def stripping(self, position: Tensor) -> tuple[Tensor, Tensor] | None:
         """Cosine and sine, fp32 [S, D_rot / 2], of what `strip` turns keys at positions (int64 [S]) by; None where it
-        leaves them."""
+        leaves them.
+        """
         if self.mode == "absolute":
             return None
         angle = -position[:, None].float() * self._inv_freq
@@ -89,7 +92,8 @@ class Rope:
     def rotate_past(self, keys: Tensor, live: Tensor, seen: int) -> Tensor:
         """Keys of one row, fp32 [H, n, D] in the order of their age (`live` [H, n] are no padding), as the tokens of a
         prompt's next chunk attend to them: `cache_relative` ones at their index in the cache, which the chunk continues
-        behind `seen` tokens; the others as they are."""
+        behind `seen` tokens; the others as they are.
+        """
         if self.mode != "cache_relative":
             return keys
         index = torch.arange(keys.shape[1], device=keys.device) + seen - live.sum(1, keepdim=True)
@@ -97,7 +101,8 @@ class Rope:
 
     def attach_all_layers(self, tiers: list[TierPages], view: DecodeView | None) -> bool:
         """Attaches angles for all layers at once, ids [S, L, H, m]; False where lists differ in length and need their
-        own angles, or where the angles depend on the layer."""
+        own angles, or where the angles depend on the layer.
+        """
         if self.mode == "absolute":
             return True
         if self.mode == "pre_rope" or view is None or len(tiers) != 1:
@@ -111,7 +116,8 @@ class Rope:
     def _cache_angles(self, view: DecodeView, held: Tensor, tier: TierPages) -> Tensor:
         """The angles fp32 [S, m * T, D_rot / 2] that put each stored key at its index in the cache, seen from the
         newest token: the query keeps its true position, and keys move so that the distances are those in the cache.
-        `held` int64 [S] are the slots per list, the newest token's included."""
+        `held` int64 [S] are the slots per list, the newest token's included.
+        """
         width = tier.ids.shape[-1] * tier.fmt.tokens_per_page
         age = self._policy.cache_positions(view.shown(), width)
         shift = view.tokens_seen - (held - 1)

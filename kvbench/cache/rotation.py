@@ -53,7 +53,8 @@ class Rotation:
 
 def hadamard(head_dim: int, most: int | None = None, *, randomised: bool = True) -> Tensor:
     """The matrix, fp32 [D, D] and orthogonal: signs times a Hadamard matrix, in blocks of the largest power of two that
-    divides the head dim, of `most` channels at most."""
+    divides the head dim, of `most` channels at most.
+    """
     block = min(head_dim & -head_dim, most or head_dim)
     matrix = torch.ones(1, 1)
     while len(matrix) < block:
@@ -75,7 +76,8 @@ class Rotations:
 
 def rotations_of(kind: Kind, policy: Policy, head_dim: int, device: torch.device, backend: Backend) -> Rotations:
     """Rotations of a store: those of its option, and those that belong to a tier's format; raises ValueError where
-    `check_rotation` does."""
+    `check_rotation` does.
+    """
     kinds = check_rotation(kind, policy)
     if "llama.cpp" not in kinds:
         matrix = hadamard(head_dim).to(device) if kinds else None
@@ -89,7 +91,8 @@ def rotations_of(kind: Kind, policy: Policy, head_dim: int, device: torch.device
 
 def check_rotation(kind: Kind, policy: Policy) -> set[str]:
     """Rotated sides: none, `keys`, `both`, or as `llama.cpp` does. Refuses a rotation where stored keys get their
-    position on reading, in the model's own channels, and formats with different ones."""
+    position on reading, in the model's own channels, and formats with different ones.
+    """
     tier_kinds: set[str] = {tier.rotated for tier in policy.tiers if kind != "off" and tier.rotated != "none"}
     kinds: set[str] = {"both"} if kind == "hadamard" else tier_kinds
     if "llama.cpp" in kinds and len(kinds) > 1:

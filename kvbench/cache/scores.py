@@ -18,7 +18,8 @@ from kvbench.policy import ALL_QUERIES, GONE, AttentionCall, Policy, Replay, Sta
 
 class QueryRing:
     """Last queries of every row and layer, in 16 bits, for statistics that read them at a bulk eviction; the query of
-    position p is entry p modulo the ring's length. Queries are stored with the factor on attention logits applied."""
+    position p is entry p modulo the ring's length. Queries are stored with the factor on attention logits applied.
+    """
 
     def __init__(self, num_queries: int, rows: int, shape: ModelShape, dtype: torch.dtype) -> None:
         self.num_queries = num_queries
@@ -47,7 +48,8 @@ class QueryRing:
 
     def hold_step(self, rows: Tensor, tokens_seen: Tensor, queries: list[tuple[Tensor, float]]) -> None:
         """Takes a decode step's queries [S, Hq, D] and factors on them, of one layer after the other; int64 [S] is
-        their position."""
+        their position.
+        """
         scales = {scale for _, scale in queries}
         if len(scales) == 1:
             scaled = torch.stack([q for q, _ in queries], 1).float() * scales.pop()
@@ -67,7 +69,8 @@ class QueryRing:
 
 class Scores:
     """The statistics of one method over pages. Refuses declarations that do not go together, and a model that lacks
-    what a statistic looks at."""
+    what a statistic looks at.
+    """
 
     def __init__(
         self,
@@ -124,7 +127,8 @@ class Scores:
 
     def _check_replay(self, layer: int, score: Tensor, ask: Callable[[Statistic], Tensor]) -> None:
         """Refuses scores of a prompt that a statistic of the same settings does not give, by one layer of some prompts,
-        another layer each time. Not on a device: the host would wait."""
+        another layer each time. Not on a device: the host would wait.
+        """
         if self.second is None or score.device.type != "cpu":
             return
         other = self.second.of("of_prompt", begins=layer == self._first_layer)
@@ -193,7 +197,8 @@ class Scores:
 
     def of_slots(self, rows: Tensor, tokens_seen: Tensor) -> Tensor:
         """Scores of what the pages of rows (int64 [S]) at so many tokens (int64 [S]) hold: fp32 [1 + len(also), S, L,
-        H, n], n the slots of the longest list's pages; 0 past a list's end."""
+        H, n], n the slots of the longest list's pages; 0 past a list's end.
+        """
         pages, statistic = self._pages, self.spec.statistic
         if pages.on_device:  # the host goes from row to row and waits for each: the record of a run says so
             pages.backend.fallbacks.add("of_slots")
@@ -240,7 +245,8 @@ class Scores:
     @property
     def takes_lse(self) -> bool:
         """True if the log-sum-exp of a prompt's attention saves a pass: where all queries count. Of a few last ones it
-        is made anew in no time."""
+        is made anew in no time.
+        """
         spec = self.spec
         return self._pages.backend.takes_lse and spec.prefill_queries == ALL_QUERIES and spec.query_reduce == "sum"
 
@@ -257,7 +263,8 @@ class Scores:
 
     def of_token(self, k: Tensor, v: Tensor, offsets: Tensor | None = None) -> Tensor:
         """Scores fp32 [...] of tokens as they are written, from keys and values [..., D] as the store takes them, and
-        from what the keys are stored less."""
+        from what the keys are stored less.
+        """
         k = self._rotations.keys.back(k)
         k = k if offsets is None else back(k, offsets)
         return self.spec.statistic.of_token(k, self._rotations.values.back(v))
@@ -267,7 +274,8 @@ class Scores:
     ) -> None:
         """Brings stored scores up to date after a step at position `tokens_seen` int64 [S], of one layer, or of
         several, whose heads H are in a row, by per tier fp32 [S, H, n] probabilities, the group reduced; none when a
-        step updates nothing."""
+        step updates nothing.
+        """
         spec, pages = self.spec, self._pages
         if spec.statistic.answers("of_step"):
             num_keys = torch.stack([tier.num_k for tier in tiers]).sum(0)[..., None]
@@ -315,7 +323,8 @@ def _checked(
     shape: tuple[int, ...] | None = None,
 ) -> Tensor:
     """The answer of a statistic about keys [H, n, D] and what else it saw, once it is what the contract says: finite
-    numbers per token, unless `shape` says otherwise."""
+    numbers per token, unless `shape` says otherwise.
+    """
     if shape is None:
         shape = tuple(k.shape[:2]) if not statistic.also else (1 + len(statistic.also), *k.shape[:2])
     name = call_of(statistic, call)

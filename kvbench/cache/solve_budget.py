@@ -47,7 +47,8 @@ class SolvedBudget:
 
     def solve(self, prompt_tokens: int, new_tokens: int) -> int:
         """Most tokens per list (their mean, where lists share the budget) that stay within the budget, for a prompt and
-        most tokens read behind it; refuses a budget that is too small, and names the smallest."""
+        most tokens read behind it; refuses a budget that is too small, and names the smallest.
+        """
         assert self.budget is not None
         step, budget = self._policy.budget_step, int(self.budget.value)
         low = -(-self._policy.least_tokens(prompt_tokens) // step)

@@ -22,7 +22,8 @@ Attend = Callable[..., Tensor]  # layer, q, k, v, scale; of a step that `turns` 
 class PageSelection:
     """The pages that one decode step reads under a policy's `ReadSpec`, and how many bytes that is: of lists that hold
     int64 [S, L, H] slots, the new token's among them, in layers from the model's `first_layer` on. `most` are the pages
-    of a list at most, where the host is not to ask for the largest count."""
+    of a list at most, where the host is not to ask for the largest count.
+    """
 
     def __init__(
         self, spec: ReadSpec, fmt: PageFormat, view: DecodeView, held: Tensor, first_layer: int, most: int | None
@@ -45,7 +46,8 @@ class PageSelection:
 
     def totals(self) -> Tensor:
         """fp64 [S, 2]: per row, the bytes that the step reads (slots, and the bounds of all pages of a list of which
-        some are left out) and those that it would read of everything."""
+        some are left out) and those that it would read of everything.
+        """
         fmt, held = self._fmt, self._held
         num_pages = (held + fmt.tokens_per_page - 1) // fmt.tokens_per_page
         # Of the others, the last may not be full.
@@ -60,7 +62,8 @@ class PageSelection:
 class PagedStep:
     """A decode step over pages, planned (by the policy, unless a plan is given) and with its slots reserved. Nothing
     was changed when that raises: `PoolExhausted` where there is no page for a new slot, `ValueError` where the plan
-    breaks a rule or a page table is full."""
+    breaks a rule or a page table is full.
+    """
 
     turns = False  # `door` takes a rotation of queries and keys as well
     reads: PageSelection | None = None  # chooses what to read of each layer, and counts it; None = everything is read
@@ -94,7 +97,8 @@ class PagedStep:
 
     def _take(self, lists: Tensor, plan: DecodePlan, which: list[tuple[int, Tensor | slice]]) -> tuple[Tensor, Tensor]:
         """Page and slot in it of each list's incoming token, int64 [M], once what it displaces has gone; `which` are
-        the tiers that take it, each with the indices of its lists."""
+        the tiers that take it, each with the indices of its lists.
+        """
         pages, policy = self.pages, self.holding.policy
         page, slot = torch.empty_like(lists), torch.empty_like(lists)
         with pages.undone() as done:
@@ -133,7 +137,8 @@ class PagedStep:
     def door(self) -> Attend:
         """Attention of a layer as the model gives it: q [S, Hq, D], k and v [S, KV heads, D], post-RoPE; writes the new
         token, attends over everything held, adds to the scores, and returns [S, Hq, D],
-        fp32 or the dtype of `q`."""
+        fp32 or the dtype of `q`.
+        """
         fused = self.fused()
         inner = self.attend if fused is None else fused.attend
         strips = self.strips and not (fused is not None and fused.strips)
@@ -201,7 +206,8 @@ class PagedStep:
 
     def attend_stored(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Attention of other queries [S, Hq, D] over a layer that has its token, of the keys and values that `door` was
-        given; [S, Hq, D]."""
+        given; [S, Hq, D].
+        """
         holding, pages = self.holding, self.pages
         q, _, _ = holding.to_pages(layer, q, k, v, self.orders, self.offsets)
         tiers, ring = self._held(layer)
@@ -219,7 +225,8 @@ class PagedStep:
 
     def fused(self) -> FusedStep | None:
         """A step that does a whole layer in one call, with the same `attend`; None where the backend does not cover
-        it."""
+        it.
+        """
         pages, scores = self.pages, self.holding.scores
         if scores.writes_tokens or pages.codebooks is not None:  # no such operation knows tables that belong to a layer
             return None
@@ -281,7 +288,8 @@ class PagedStep:
 
     def _opened(self, update: ScoreUpdate | None = None, gives: bool = False, **operands: Any) -> dict[str, Any]:
         """Operands that both take: scores that are added or replaced, or that the step `gives`, and further
-        `operands`."""
+        `operands`.
+        """
         spec = self.holding.policy.score
         near = 0 if gives else spec.skip_near
         scores = StepScores(power=spec.power, group=spec.group_reduce, update=update, gives=gives, skip_near=near)
@@ -311,7 +319,8 @@ class MappedStep(FusedStep):
 
 class SettledStep(FusedStep):
     """A step whose layers give their scores away; `settle` takes the first of some layers and the scores of each, and
-    of many layers at once the statistic makes what is stored."""
+    of many layers at once the statistic makes what is stored.
+    """
 
     def __init__(self, step: FusedStep, num_layers: int, settle: Callable[[int, list[Sequence[Tensor]]], None]) -> None:
         self._step, self._num_layers, self._settle, self.strips = step, num_layers, settle, step.strips

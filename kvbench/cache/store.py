@@ -160,7 +160,8 @@ class CompressedStore:
     def open_row(self, new_tokens: int | None = None, instruction_tokens: int = 0, number: int | None = None) -> int:
         """Takes an empty row, of any `number` unless one is given. Most `new_tokens` will be read behind the prompt,
         for which a budget in bytes is solved (None = as many as the store was made for); its first `instruction_tokens`
-        are its instruction, for methods that ask."""
+        are its instruction, for methods that ask.
+        """
         row = self._free_rows[0] if number is None else number
         self.prompts.new_tokens[row] = self._max_new_tokens if new_tokens is None else new_tokens
         self.ledger.open(row)
@@ -172,7 +173,8 @@ class CompressedStore:
 
     def close_row(self, row: int) -> None:
         """Returns all pages of a row and the row itself, and ends a step that is under way. When it fails for lack of
-        memory it may be called again: returned pages are not returned twice."""
+        memory it may be called again: returned pages are not returned twice.
+        """
         self._chunks.forget(row)
         self.prompts.forget(row)  # first, since this needs no memory and gives some back
         self._end()
@@ -185,7 +187,8 @@ class CompressedStore:
 
     def fork_row(self, source: int, *, share: bool = True) -> int:
         """Opens a row that holds what another one holds: in the same pages, of which one is copied once one of the rows
-        writes to it, unless `share` is False. Raises PoolExhausted without room; after an error no new row is open."""
+        writes to it, unless `share` is False. Raises PoolExhausted without room; after an error no new row is open.
+        """
         row = self.open_row()
         try:
             for each in self.kinds:
@@ -203,7 +206,8 @@ class CompressedStore:
     ) -> tuple[Tensor, Tensor | None]:
         """Exact causal attention of a layer of a whole prompt, q [Hq, N, D], k and v [KV heads, N, D], which stores
         nothing: [Hq, N, D] in the same dtype; and fp32 [Hq, N] the log-sum-exp of every query's logits, where the
-        policy's scores can use it."""
+        policy's scores can use it.
+        """
         softmax = self._softmax_of(layer)
         if self.shape.window is not None:
             return self.backend.window_attention(q, k, v, None, 0, self.shape.window, scale, softmax), None
@@ -216,7 +220,8 @@ class CompressedStore:
     ) -> Tensor:
         """Exact attention of a layer's tokens, q [Hq, m, D], k and v [KV heads, m, D], behind an uncompressed prompt
         [KV heads, N, D] over it and themselves, causally; stores nothing. Returns [Hq, m, D], fp32 or the dtype of
-        `q`."""
+        `q`.
+        """
         softmax = self._softmax_of(layer)
         if self.shape.window is not None:
             position = torch.arange(past_k.shape[1], device=q.device).expand(len(past_k), -1)
@@ -242,7 +247,8 @@ class CompressedStore:
         lse: Tensor | None = None,
     ) -> None:
         """Scores, plans and writes one layer of a prompt (for scope `model`, and with a probe, all layers once the last
-        one arrives); the arguments are those of `measure`."""
+        one arrives); the arguments are those of `measure`.
+        """
         scored = self.measure(layer, q, k, v, scale, call, replays, lse)
         if self.watcher is not None:
             self.watcher(scored, q, scale)
@@ -300,14 +306,16 @@ class CompressedStore:
     def read_chunk(self, row: int, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Attends from one layer of a prompt's next chunk, q [Hq, n, D], k and v [KV heads, n, D], post-RoPE, to what
         is held and to itself, then plans and writes it; the last layer of the last chunk ends the prompt. Returns [Hq,
-        n, D], fp32 or the dtype of `q`."""
+        n, D], fp32 or the dtype of `q`.
+        """
         self.holding.collect()
         part = self.holding.parts[0]
         return self._chunks.read(row, layer, q, part.copied(k, 0), part.copied(v, 0), scale)
 
     def append_chunk(self, row: int, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Appends a segment, q [Hq, n, D], k and v [KV heads, n, D], to tier 0 and attends over pages and segment; only
-        where `takes_chunks`. Returns fp32 [Hq, n, D]."""
+        where `takes_chunks`. Returns fp32 [Hq, n, D].
+        """
         _, part = self.holding.part_of(layer)
         part.pages.counts.collect()
         self.holding.forget(row)
@@ -340,7 +348,8 @@ class CompressedStore:
 
     def compact(self, rows: Sequence[int]) -> None:
         """Evicts in bulk from rows, between two steps, by the policy's `plan_compact`. Raises PoolExhausted where rows
-        share pages that there is no room to copy, and ValueError as `begin_step` does."""
+        share pages that there is no room to copy, and ValueError as `begin_step` does.
+        """
         self._end()
         self.holding.collect()
         self.holding.compact(Rows.of(list(rows), self.shape.device))
@@ -349,7 +358,8 @@ class CompressedStore:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, *turn: Rotation) -> Tensor:
         """Writes the new token of one layer, attends over everything held, and adds to the scores: q [S, Hq, D], k and
         v [S, KV heads, D], post-RoPE, or to be rotated by cosines and sines [S, D / 2], where the step `turns`. Returns
-        [S, Hq, D], fp32 or the dtype of `q`."""
+        [S, Hq, D], fp32 or the dtype of `q`.
+        """
         assert self._doors, "begin_step comes first"
         index, part = self.holding.part_of(layer)
         return self._doors[index](layer - part.first_layer, q, k, v, scale, *turn)
@@ -366,7 +376,8 @@ class CompressedStore:
 
     def attend_stored(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Attends over a layer that has its new token, for another layer of the model that shares its keys; arguments
-        and result as of `attend`. Writes nothing, and adds nothing to scores."""
+        and result as of `attend`. Writes nothing, and adds nothing to scores.
+        """
         index, part = self.holding.part_of(layer)
         return self._steps[index].attend_stored(layer - part.first_layer, q, k, v, scale)
 

@@ -51,7 +51,8 @@ class Measurer:
 
 class MeasuredTensors(LayerTensors):
     """A layer, or those of its KV heads (`heads` int64 [h] of `num_heads`) that hold as many tokens: k, v [h, n, D] and
-    pos int64 [h, n] in the order of positions, so many `tokens_seen`."""
+    pos int64 [h, n] in the order of positions, so many `tokens_seen`.
+    """
 
     def __init__(
         self,
@@ -103,7 +104,8 @@ class MeasuredTensors(LayerTensors):
 class PromptTensors(MeasuredTensors):
     """One layer of a prompt: q [Hq, N, D] or None where the prompt comes without; k, v [H, N, D] at the cache's
     granularity; the arguments of the attention call, the results of further passes, and fp32 [Hq, N] the log-sum-exp of
-    every query's logits, where they are at hand."""
+    every query's logits, where they are at hand.
+    """
 
     def __init__(
         self,
@@ -157,7 +159,8 @@ class PromptTensors(MeasuredTensors):
 
 class SlotTensors(MeasuredTensors):
     """Slots of a row as pages give them back, with q [Hq, w, D] the last queries of all heads, and fp32 [h, n] tracked
-    scores, or None."""
+    scores, or None.
+    """
 
     def __init__(
         self, measurer: Measurer, layer: int, *, q: Tensor | None, stored: Tensor | None, **slots: Any
@@ -180,7 +183,8 @@ class SlotTensors(MeasuredTensors):
 class ChunkTensors(MeasuredTensors):
     """Held tokens of a prompt that is read in chunks, the newest chunk included, whose queries of all heads are q [Hq,
     n, D]. `before`, fp32 [h, m], are the sums over the queries of earlier chunks, None where only the newest queries
-    count; `summed` adds those of this chunk, once a statistic has read them."""
+    count; `summed` adds those of this chunk, once a statistic has read them.
+    """
 
     def __init__(self, measurer: Measurer, layer: int, *, q: Tensor, before: Tensor | None, **held: Any) -> None:
         super().__init__(measurer, layer, **held)

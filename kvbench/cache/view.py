@@ -20,7 +20,8 @@ By = Literal["mean", "score", "pos"]
 
 class SlotsView(DecodeView):
     """A view that finds slots among all that `slots` gives; of queries those count that the policy's `ScoreSpec` has in
-    its `prefill_queries` and `skip_near`."""
+    its `prefill_queries` and `skip_near`.
+    """
 
     def __init__(self, spec: ScoreSpec) -> None:
         self._spec = spec
@@ -31,7 +32,8 @@ class SlotsView(DecodeView):
 
     def mean_score(self, tier: int) -> Tensor:
         """Score divided by the queries counted so far, fp32 [S, L, H, n]: a prompt token counts the prompt queries of
-        the ScoreSpec from itself on, or from its `skip_near`, then one per decode step."""
+        the ScoreSpec from itself on, or from its `skip_near`, then one per decode step.
+        """
         arrays, spec = self.slots(tier), self._spec
         origin = arrays.pos + spec.skip_near
         if spec.prefill_queries != ALL_QUERIES:
@@ -58,7 +60,8 @@ class SlotsView(DecodeView):
         over_layer: bool = False,
     ) -> Extreme:
         """`argmin`, or the slot at an `exact` position, among the gathered fields of a tier: the smallest value, then
-        the smallest position; slot -1 where nothing is eligible."""
+        the smallest position; slot -1 where nothing is eligible.
+        """
         arrays = self.slots(tier)
         value, pos = arrays.score, arrays.pos
         if by != "score":

@@ -35,7 +35,8 @@ def less_windows(options: StoreOptions, rows: int, held_bytes: int) -> StoreOpti
 
 def window_tier(policy: Policy, how: str) -> Tier:
     """The precision of windows beside a method: `exact`, which is 16 bits, or the model's own dtype where the method
-    keeps that; or that of the `method`, which is refused where a slot cannot have it by itself."""
+    keeps that; or that of the `method`, which is refused where a slot cannot have it by itself.
+    """
     (first, *others), reason = policy.tiers, ""
     if how == "exact":
         return next((tier for tier in policy.tiers if tier.native), Tier())

@@ -15,7 +15,8 @@ from kvbench.errors import did_you_mean
 
 def help_for(words: list[str], width: int = 80) -> str:
     """Answer `kvbench help WORD ...`: commands, groups (`methods`), names in a group (`snapkv`), or both
-    (`method=snapkv`)."""
+    (`method=snapkv`).
+    """
     return "\n\n".join(_one(word, width) for word in words)
 
 

@@ -90,7 +90,8 @@ def check_whole_texts(names: Sequence[str], arguments: Sequence[str]) -> None:
 
 def with_defaults(arguments: Sequence[str]) -> list[str]:
     """Add kvbench's model where tasks have none, and `--device auto` for it where none is named: lm-eval itself would
-    take its own model `hf`, and the first GPU."""
+    take its own model `hf`, and the first GPU.
+    """
     whole, flags = list(arguments), _flags(arguments)
     if flags.tasks and flags.model is None and flags.config is None:
         flags.model = "kvbench"

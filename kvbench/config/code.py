@@ -29,7 +29,8 @@ def sources(folder: Path) -> list[Path]:
 
 def meaning(path: Path) -> bytes:
     """Hashed content of a source file: of Python the syntax tree without docstrings, so that comments, formatting and
-    documentation do not count; of other files every byte."""
+    documentation do not count; of other files every byte.
+    """
     content = path.read_bytes()
     return _meaning_of_python(content) if path.suffix == ".py" else content
 
@@ -61,7 +62,8 @@ def _within(node: ast.AST) -> list[ast.AST]:
 
 def hash_files(files: dict[str, Path]) -> str:
     """Hash files by the name under which each counts, wherever it is installed, and by content, of Python without
-    comments, formatting and docstrings; 64 hexadecimal digits."""
+    comments, formatting and docstrings; 64 hexadecimal digits.
+    """
     digest = hashlib.sha256()
     for name, path in sorted(files.items()):
         content = meaning(path)
@@ -230,7 +232,8 @@ def interpreter() -> dict[str, str]:
 
 def names_imported(path: Path, package: str = "") -> tuple[str, ...]:
     """The full names that a Python file imports anywhere, but not for type checkers alone; some are names in modules.
-    Relative imports start from `package`; without one they are left out."""
+    Relative imports start from `package`; without one they are left out.
+    """
     return _names_in(path.read_bytes(), package)
 
 

@@ -1,5 +1,6 @@
 """Composes configurations from conf/, and says in plain words why one could not be composed: what was asked, what
-exists, what is nearest."""
+exists, what is nearest.
+"""
 
 import re
 import shlex
@@ -180,7 +181,8 @@ def check_choices(arguments: Sequence[str]) -> None:
 
 def with_shared_settings(arguments: Sequence[str]) -> list[str]:
     """Let `method.allocation=ada` set what the method's YAML does not list; what the method does not have, its class
-    refuses."""
+    refuses.
+    """
     shared = {f"method.{name}" for name in files.SHARED}
     return [f"++{word}" if word.partition("=")[0] in shared else word for word in arguments]
 
@@ -288,7 +290,8 @@ def _composed(choices: Mapping[str, str]) -> DictConfig | None:
 
 def _unknown_key(key: str, parsed: list[Override], words: Sequence[str]) -> ValueError | None:
     """The error for a key that the chosen configuration does not have, with the keys it does have; None when it has
-    it."""
+    it.
+    """
     top = key.split(".")[0]
     fixed = {group: names[0] for group in files.GROUPS if group != top and (names := _choices(parsed, group))}
     for name in _choices(parsed, top) or [""]:

@@ -154,7 +154,8 @@ def spelled(name: str) -> str:
 
 def options(group: str, conf: Path | None = None) -> dict[str, str]:
     """Names of a group's configurations and what each is, in one folder or in kvbench's own and the user's; of a file
-    of the user's that cannot be read, why."""
+    of the user's that cannot be read, why.
+    """
     return {name: _fault(path) or describe(path) for name, path in _paths(group, conf).items()}
 
 

@@ -15,7 +15,8 @@ from kvbench.models.rotary import Lengths
 class Forced:
     """The answers of a request that are forced, one behind the other: their tokens; how many there are up to the end of
     each answer but the last; all that is read behind the prompt (these tokens without the last one, and what is said
-    between them); and which of the logits behind the prompt, and behind each token of `behind`, predict the tokens."""
+    between them); and which of the logits behind the prompt, and behind each token of `behind`, predict the tokens.
+    """
 
     gold: tuple[int, ...] = ()
     ends: tuple[int, ...] = ()
@@ -151,7 +152,8 @@ class Admission:
 
 def keep_tables(lengths: Lengths, sizes: set[int], left: int, *, is_said: bool) -> int:
     """Tokens, of `left`, that may come behind prompts of some sizes while each keeps its rotary table. Raises
-    ValueError where they are fewer and the caller said how many come (`is_said`), of which the last is not read."""
+    ValueError where they are fewer and the caller said how many come (`is_said`), of which the last is not read.
+    """
     for size in sorted(sizes):
         table = lengths.crossed(size, size + left - is_said)
         if table is None or table.grows:
@@ -168,7 +170,8 @@ def keep_tables(lengths: Lengths, sizes: set[int], left: int, *, is_said: bool) 
 
 class SharedContexts:
     """Opens the rows of requests with several segments. `begins_with` gives all that the compressed first segment of a
-    request depends on; `read` reads it into a row."""
+    request depends on; `read` reads it into a row.
+    """
 
     def __init__(
         self,

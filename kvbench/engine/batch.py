@@ -74,7 +74,8 @@ class Batch:
 
     def answer(self) -> Generator[Request | Step]:
         """Answers all requests; gives each before its prompt is read, and steps that are shared (`DecodeLoop`) before
-        they are made. Whatever is raised, no row stays open."""
+        they are made. Whatever is raised, no row stays open.
+        """
         while self.reason and (request := self._queue.first(0)) is not None:
             self._queue.take()
             self.fail(request, "oom", self.reason, None)
@@ -182,7 +183,8 @@ class Batch:
 
     def _refuse(self, request: Request, reason: str, held: bool, in_pool: bool) -> None:
         """Has a request wait for which there was no memory while others had theirs; alone, it is tried with a smaller
-        pool, where the pool was not what was too small, and else recorded as `oom`."""
+        pool, where the pool was not what was too small, and else recorded as `oom`.
+        """
         if self._num_live or held:
             self._queue.put_back([request])
             self._is_full = True
@@ -246,7 +248,8 @@ class Batch:
 
     def _restart(self, reason: str, was_spoiled: bool, in_pool: bool) -> None:
         """Closes all rows; their requests begin again, step by step or half as many at once; a single one that found no
-        memory begins again with a smaller pool, or is recorded as `oom`."""
+        memory begins again with a smaller pool, or is recorded as `oom`.
+        """
         samples = [*self._samples.values(), *([self._reading[0]] if self._reading else ())]
         held = self._reader.contexts.is_open
         self._close_all()

@@ -20,7 +20,8 @@ def attention_modules(model: PreTrainedModel) -> list[torch.nn.Module]:
 class OutputProjections(Sequence[Tensor]):
     """The weights [E, Hq * D] behind attention by layer, each looked up when it is asked for: of packed layers that
     makes a plain copy, which lives as long as it is used; of weights that are cut over processes it is this one's
-    part."""
+    part.
+    """
 
     def __init__(self, modules: Sequence[Any]) -> None:
         self._modules = modules

@@ -20,7 +20,8 @@ from kvbench.engine.sessions import Decode, Session
 
 def can_join(runner: Runner) -> bool:
     """True if a runner's steps can be made with those of others: one process and one place, no layer with a state, and
-    no rotary table that depends on a row's length."""
+    no rotary table that depends on a row's length.
+    """
     is_plain = type(runner) is Runner and runner.shape.is_whole and not runner.shape.state_bytes
     return is_plain and not runner.lengths
 
@@ -88,7 +89,8 @@ class _Pass(Session):
 
 def join(steps: Sequence[Step], most: int) -> None:
     """Makes steps of one model that are due, as many in one pass as have so many rows together; those that no other one
-    fits beside are left to themselves."""
+    fits beside are left to themselves.
+    """
     for group in _groups(steps, most):
         if len(group) > 1:
             _make(group)

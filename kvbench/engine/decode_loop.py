@@ -40,7 +40,8 @@ MOST_STEPS = 64  # of a run: in between, progress is shown and what graders foun
 class State:
     """Static tensors of a captured step: rows (their numbers in a list) with padding, int64 [S] next tokens, sampler
     state (None = greedy), fp32 [S, vocabulary] logits of the last step. `receive` takes each step's chosen tokens, and
-    which logits were finite."""
+    which logits were finite.
+    """
 
     rows: Rows
     tokens: Tensor
@@ -67,7 +68,8 @@ class _Captured:
 class CapturedSteps:
     """The captured steps of a runner, one per kind of `State`; without `capture`, nothing is. The runner's cache must
     have been reserved, and a new one needs new graphs. Counted are steps that were replayed, and those that ran as they
-    are or were captured (`eager`), of which there are `captures`."""
+    are or were captured (`eager`), of which there are `captures`.
+    """
 
     def __init__(self, runner: Runner, capture: Capture | None) -> None:
         self._runner, self._store, self._capture = runner, runner.store, capture
@@ -195,7 +197,8 @@ class CapturedSteps:
 
 class Spoiled(ArithmeticError):
     """A run of steps cannot go on: logits were not finite, and which layer began it is known only where steps are made
-    one by one; or a step could not be captured. Its rows can only be closed, and read again."""
+    one by one; or a step could not be captured. Its rows can only be closed, and read again.
+    """
 
 
 class NotCaptured(Spoiled):
@@ -304,7 +307,8 @@ class DecodeLoop:
 
     def _run(self, rows: Sequence[Row], tokens: Sequence[int], most: int) -> tuple[float, int]:
         """Makes up to `most` steps, until a row has ended or a request waits; tokens per second, and number of
-        steps."""
+        steps.
+        """
         (graphs, before), numbers = self._loop(), [row.row for row in rows]
         counts, device = self._runner.store.pages.counts, self._runner.device
         replays, eager, captures = graphs.replays, graphs.eager, graphs.captures
@@ -341,7 +345,8 @@ class DecodeLoop:
 
 class _Run:
     """Tokens and measurements of a run of `most` steps at most on their way to its rows. `over` are rows that have
-    ended, by index; `steps` those that the rows have taken in, `num_tokens` the tokens that counted."""
+    ended, by index; `steps` those that the rows have taken in, `num_tokens` the tokens that counted.
+    """
 
     def __init__(self, rows: Sequence[Row], most: int, device: torch.device) -> None:
         self._rows = rows

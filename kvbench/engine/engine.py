@@ -43,7 +43,8 @@ def grouped(
     """`batch_size` and `group` of an engine whose answers are kept: groups only where the last bits of a row's products
     depend on the rows that pass with it, so that these have to be the same every time. On a GPU, where few rows leave
     it idle, `auto` has no groups all the same, and the run is `FREE`. Rows that would have each other's rotary tables
-    never pass together (`Runner.apart`)."""
+    never pass together (`Runner.apart`).
+    """
     if model.rows_are_alone and get_backend(backend, model.device).rows_are_alone:
         return batch_size, None
     if batch_size == AUTO and model.device.type != "cpu":
@@ -171,7 +172,8 @@ class Engine:
         force_generated: bool = False,
     ) -> Generator[Request | Step]:
         """Does what `run` does, and yields before each prompt that it reads: several engines that share their prompts
-        then take turns. With `gives_steps` it also yields each decode step, which may be made with those of others."""
+        then take turns. With `gives_steps` it also yields each decode step, which may be made with those of others.
+        """
         queue = RequestQueue(requests, group=self.group)
         batch = self.open_batch(
             queue, on_outcome=on_outcome, on_step=on_step, sizing=sizing, force_generated=force_generated
@@ -290,7 +292,8 @@ class Engine:
 
     def _reserve(self, requests: Sequence[Request], admission: Admission, further_rows: int) -> tuple[int, str]:
         """Makes the cache, for fewer requests at once where there is no memory for `batch_size` of them: how many, and
-        why not even one fits (empty: it does)."""
+        why not even one fits (empty: it does).
+        """
         rows_of = max(admission.rows(request) for request in requests)
         sizes = self._sizes(requests, admission)
         size = self.most_requests if isinstance(self.batch_size, int) else self._that_fit(rows_of, sizes)
@@ -309,7 +312,8 @@ class Engine:
     def _that_fit(self, rows_of: int, sizes: dict[str, int]) -> int:
         """Default number of concurrent requests: as many as make steps cheaper, and no more than fit, if every one
         became as long as it may, in what a GPU's pool takes, or in half of what is free in main memory, where it
-        grows."""
+        grows.
+        """
         most, device = max(1, self.most_requests // rows_of), self.shape.device
         on_gpu = memory.free_bytes(device) is not None
         if self.runner.options.budget_bytes is not None or not (on_gpu or device.type == "cpu"):

@@ -64,7 +64,8 @@ class ChoiceMeter:
 
     def measure(self, index: int, logits: Tensor) -> Tensor:
         """The numbers that `take` takes of one token, fp32 on the device of its logits fp32 [vocabulary]; waits for
-        nothing."""
+        nothing.
+        """
         token, logp = self.gold[index], torch.log_softmax(logits, -1)
         return torch.stack([logp[token], (_best(logp) == token).float()])
 
@@ -84,7 +85,8 @@ class FidelityMeter(ChoiceMeter):
     """Compares one row with the full, uncompressed cache, token by token, whose logits `reference` has, fp32
     [len(gold), vocabulary]; further ones are not looked at. With `exact_first`, the first token is predicted by the
     prompt's own forward pass, and not behind an end of the prompt that was read through the compressed cache. The first
-    `warmup` tokens are fed and not measured. `copied` says of each token whether it copies the prompt; empty: none."""
+    `warmup` tokens are fed and not measured. `copied` says of each token whether it copies the prompt; empty: none.
+    """
 
     reference: Logits
     exact_first: bool = True

@@ -113,7 +113,8 @@ def attention(
 ) -> tuple[Tensor, None]:
     """The registered attention function: query [B, Hq, n, D], key and value [B, H, n, D], post-RoPE; returns [B, n, Hq,
     D]. Refuses a layer that asks for what the store does not reproduce: a mask, a window that binds, caps or sinks
-    that are not those of the store's softmax, later tokens, several calls, or anything that is not known."""
+    that are not those of the store's softmax, later tokens, several calls, or anything that is not known.
+    """
     layer = getattr(key, TAG, None)
     if layer is None:
         raise _NotOurs(
@@ -214,7 +215,8 @@ NATIVE_CACHES = ("dynamic", "fp8", "quanto-4", "quanto-2", "hqq-4", "hqq-2")
 def native_cache(model: PreTrainedModel, kind: str, max_tokens: int = 0) -> Cache:
     """One of transformers' own caches, empty, to compare with; the model must not be attached then. The kind is
     `dynamic`; `static`, which holds `max_tokens`; `fp8`; or a package that quantises and its bits, such as `quanto-4`.
-    Raises ImportError where transformers is too old for it, or the package is missing."""
+    Raises ImportError where transformers is too old for it, or the package is missing.
+    """
     if kind == "dynamic":
         return DynamicCache(config=model.config)
     if kind == "static":
@@ -228,7 +230,8 @@ def native_cache(model: PreTrainedModel, kind: str, max_tokens: int = 0) -> Cach
 
 def rewind(cache: Cache, tokens: int) -> None:
     """Makes a static cache forget all but the first tokens; its tensors stay where they are, as a CUDA graph needs.
-    Raises ImportError where this transformers counts them in another way."""
+    Raises ImportError where this transformers counts them in another way.
+    """
     for layer in cache.layers:
         count = getattr(layer, "cumulative_length", None)
         if not isinstance(count, Tensor):
@@ -260,7 +263,8 @@ def forward(
     model: PreTrainedModel, session: Session, token_ids: Tensor, positions: Tensor, past: int, num_logits: int
 ) -> Tensor:
     """One forward pass through a session over tokens int64 [B, n] at their true positions int64 [B, n], behind `past`
-    tokens in transformers' count. Returns the last logits, fp32 [B, num_logits, vocabulary]."""
+    tokens in transformers' count. Returns the last logits, fp32 [B, num_logits, vocabulary].
+    """
     cache = SessionCache(session, model.config.get_text_config().num_hidden_layers, past)
     try:
         calls = calls_noted(model, session.note) if session.wants_calls else nullcontext()
@@ -298,7 +302,8 @@ class _Outlined(Session):
 
 def check_pass(model: PreTrainedModel, store: CompressedStore) -> None:
     """Refuses an outline of a model, on the meta device, that asks of attention what the store does not reproduce
-    (`attention`). What torch cannot do without numbers ends the pass; then the first one with weights refuses."""
+    (`attention`). What torch cannot do without numbers ends the pass; then the first one with weights refuses.
+    """
     session, held = _Outlined(store), native_cache(model, "dynamic").layers
     session.states = {number: held[number] for number in layer_kinds(model.config).states}
     tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")

@@ -36,7 +36,8 @@ def merged(module: Any, tag: str, latent: Tensor, rotary: Tensor) -> tuple[Tenso
 
 def attend(module: Any, attend: _Attend, query: Tensor, key: Tensor, scale: float) -> Tensor:
     """Attention of a module's queries [B, Hq, n, nope + r] over latent keys [B, 1, n, R + r], by an attention whose
-    heads are as wide as these keys; [B, Hq, n, V]."""
+    heads are as wide as these keys; [B, Hq, n, V].
+    """
     weight = module.kv_b_proj.weight.detach().unflatten(0, (query.shape[1], -1))  # [Hq, nope + V, R]
     nope, rank = module.qk_nope_head_dim, weight.shape[2]
     plain, rotary = query[..., :nope], query[..., nope:]

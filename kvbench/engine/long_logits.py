@@ -19,7 +19,8 @@ PIECE = 256  # positions whose logits are held at once; texts up to here are rea
 
 class LongLogits:
     """Logits of positions one after another, fp32; `logits[i]` is [vocabulary]. The model's head makes them of [n, E]
-    what the last layer gave, normed as the head takes it."""
+    what the last layer gave, normed as the head takes it.
+    """
 
     def __init__(self, model: PreTrainedModel, hidden: Tensor) -> None:
         self._model, self._hidden = model, hidden
@@ -60,7 +61,8 @@ def take(logits: Logits, indices: Sequence[int]) -> Logits:
 
 def read_long(model: PreTrainedModel, num_logits: int, forward: Callable[[], Tensor]) -> LongLogits:
     """Runs a pass for the logits of its last positions; `forward` runs the model over the text, for the logits of its
-    last position alone."""
+    last position alone.
+    """
     hidden: list[Tensor] = []
 
     def note(module: torch.nn.Module, arguments: Any, output: Any) -> None:

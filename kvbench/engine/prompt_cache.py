@@ -27,7 +27,8 @@ Queries = tuple[Tensor, float]  # queries, factor on the logits
 @dataclass
 class Recording:
     """Copies of what the store is given of one prompt; one that needs more than `limit_bytes` is not held at all. Each
-    of `others` measures it too, by how it does."""
+    of `others` measures it too, by how it does.
+    """
 
     limit_bytes: int
     keeps_queries: bool = False
@@ -118,7 +119,8 @@ class PromptCache:
     ) -> Logits:
         """Replays a prompt into the row of a session (a `Prefill`, or a `Dense`, which stores nothing), or runs the
         model over it and remembers; the logits that `forward` gives. `prompt` is everything that decides the forward
-        pass, the model and the tokens; `probed_with` what else the scores depend on where the method has a probe."""
+        pass, the model and the tokens; `probed_with` what else the scores depend on where the method has a probe.
+        """
         store = session.store
         key = (type(session), session.num_prompt_tokens, store.backend.name, prompt)
         measured: Hashable = how_measured(store) if isinstance(session, Prefill) else None
@@ -195,7 +197,8 @@ class PromptCache:
 
 def how_measured(store: CompressedStore) -> tuple[ScoreSpec, str] | None:
     """All that decides the scores of a prompt and the queries kept of it, beside the prompt: the policy's statistic, by
-    class and settings, and granularity; None when nothing but keys and values decides."""
+    class and settings, and granularity; None when nothing but keys and values decides.
+    """
     spec = store.policy.score
     if spec.only_keys_and_values:
         return None

@@ -42,7 +42,8 @@ class Reader:
 
     def open(self, sample: Sample) -> Generator[list[Row] | None]:
         """Reads a prompt; yields its rows at last, and None wherever other rows may make a step before it is read on.
-        After an exception, or when the generator is closed, no row of it stays open."""
+        After an exception, or when the generator is closed, no row of it stays open.
+        """
         request, spent_s, begin = sample.request, 0.0, time.perf_counter()
         sample.shares_context = self.contexts.holds(request)
         rows: list[Row] = []
@@ -118,7 +119,8 @@ class Reader:
 
     def _prefill(self, sample: Sample) -> Iterator[tuple[int, Tensor, Logits | None] | None]:
         """Reads a prompt into a new row; gives None between chunks, and at last the row, next-token logits [vocabulary]
-        and the full cache's logits behind the prompt and behind each token that is forced."""
+        and the full cache's logits behind the prompt and behind each token that is forced.
+        """
         request, runner = sample.request, self._runner
         forced, rest, sees_all = self._admission.forced(request), request.segments[1:], self._sees_all(request)
         # Tokens behind the prompt attend to the uncompressed prompt in the same pass, if there is one: their logits are

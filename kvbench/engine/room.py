@@ -69,7 +69,8 @@ class PromptRoom:
 
     def shrink(self) -> bool:
         """Has the next cache's pool be half as large as that of the present one; False where that was done often
-        enough, or does not apply."""
+        enough, or does not apply.
+        """
         free = memory.free_bytes(self._runner.device)
         if free is None or not self.applies or self.shrinks == MOST_SHRINKS:
             return False

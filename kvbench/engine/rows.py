@@ -60,7 +60,8 @@ class Row(ABC):
     @abstractmethod
     def leave_answer(self, runner: Runner) -> tuple[Turn, list[int]] | None:
         """Ends an answer of a conversation: the next turn, and the tokens of the answer that the model has not read;
-        None where the conversation is over."""
+        None where the conversation is over.
+        """
 
     @property
     def drawing(self) -> Drawing | None:
@@ -167,7 +168,8 @@ class AnswerRow(Row):
 class ForcedRow(Row):
     """Tokens that are being forced, and the meter of what is measured on them: a choice by its index, None for the
     answer that is compared with the full cache. Of a conversation, `ends` says how many tokens are forced up to the end
-    of each answer but the last."""
+    of each answer but the last.
+    """
 
     meter: ChoiceMeter
     choice: int | None = None
@@ -205,7 +207,8 @@ class ForcedRow(Row):
 @dataclass
 class Sample:
     """A request in flight: its open rows, by the runner's numbers, and its outcomes so far. With `shares_context`,
-    another request had read its first segment, so that `prefill_s` is of the rest alone."""
+    another request had read its first segment, so that `prefill_s` is of the rest alone.
+    """
 
     request: Request
     prefill_s: float | None = None  # None: not measured

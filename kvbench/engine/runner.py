@@ -32,7 +32,8 @@ LEAST_SHARE = 1e-3  # of a GPU's free memory, for the page pool
 
 class NotFinite(ArithmeticError):
     """Logits were NaN or infinite; `layer` is the first layer whose attention output was not finite, -1 when none
-    was."""
+    was.
+    """
 
     def __init__(self, layer: int) -> None:
         super().__init__(f"logits are not finite (first bad attention layer: {layer if layer >= 0 else 'none'})")
@@ -42,7 +43,8 @@ class NotFinite(ArithmeticError):
 def finite_rows(logits: Tensor, *, waits: bool = False, out: Tensor | None = None) -> Tensor:
     """bool [S]: which rows of logits [S, vocabulary] are finite, by their extremes. To look at each number takes a
     tenth of a small model's step with many rows. Who may wait for the answer gets it from the sums first on a CPU,
-    which take half as long: a finite one is of finite numbers. `out` of whole numbers gets 0 and 1."""
+    which take half as long: a finite one is of finite numbers. `out` of whole numbers gets 0 and 1.
+    """
     if waits and logits.device.type == "cpu":
         finite = torch.isfinite(logits.sum(1))
         if bool(finite.all()):
@@ -205,7 +207,8 @@ class Runner:
 
         The first chunk is the shorter one where the prompt is no multiple, so that the last queries, which many methods
         rank by, are a whole chunk's. No prompt cache is used: the tokens that a chunk sees depend on the method's plans
-        for those before."""
+        for those before.
+        """
         assert self.chunk is not None
         row = self._opened(self.store.open_row(new_tokens, min(instruction_tokens, len(prompt))))
         try:
@@ -226,14 +229,16 @@ class Runner:
 
     def full_logits(self, tokens: Sequence[int], num_logits: int) -> Logits:
         """Logits fp32 [num_logits, vocabulary] at the end of a text that is read with the full cache; keeps nothing,
-        and raises NotFinite."""
+        and raises NotFinite.
+        """
         session = Dense(self.store)
         session.states = self.states.anew()
         return self._read(session, list(tokens), num_logits)
 
     def append(self, row: int, tokens: Sequence[int]) -> Tensor:
         """Reads more tokens into a row: at once where the policy only appends, else one by one like an answer. Returns
-        logits fp32 [vocabulary] after the last of them; raises NotFinite."""
+        logits fp32 [vocabulary] after the last of them; raises NotFinite.
+        """
         if self.store.takes_chunks:
             session = Segment(self.store, row)
             session.states = self.states.of([row])
@@ -252,7 +257,8 @@ class Runner:
 
     def try_step(self, rows: Sequence[int], tokens: Sequence[int]) -> tuple[Tensor, dict[int, int]]:
         """Makes a `step` in which rows whose logits are not finite do not stop the others: also gives their index in
-        `rows` and the first layer whose attention output was not finite (-1: none was)."""
+        `rows` and the first layer whose attention output was not finite (-1: none was).
+        """
         if len(parts := self.apart(rows)) > 1:
             return self._steps(parts, rows, tokens)
         self.store.begin_step(rows)
@@ -268,7 +274,8 @@ class Runner:
 
     def apart(self, rows: Sequence[int]) -> list[list[int]]:
         """Divides rows, by their index, into those whose next tokens one pass may read: others would have each other's
-        rotary tables. Almost every model reads all of them together."""
+        rotary tables. Almost every model reads all of them together.
+        """
         parts: dict[tuple[int, ...], list[int]] = {}
         for index, row in enumerate(rows):
             kind = self.lengths.kind(self.store.counters.seen[row] + 1) if self.lengths else ()
@@ -318,7 +325,8 @@ class Runner:
 
     def generate(self, prompt: Sequence[int], max_new_tokens: int) -> tuple[int, list[int]]:
         """The most likely continuation of one prompt, token by token, up to the model's end token: the row, still open,
-        and the new token ids."""
+        and the new token ids.
+        """
         row, logits = self.read(prompt)
         tokens = [int(logits[-1].argmax())]
         while len(tokens) < max_new_tokens and tokens[-1] not in self.loaded.eos_token_ids:

@@ -22,7 +22,8 @@ Drawing = tuple[int, int, float, float]  # of a row: seed, tokens chosen before,
 
 def answer_seed(seed: int, sample_id: str, repeat: int) -> int:
     """The seed of one answer's own random numbers, in 64 bits, signed: a sampled answer does not depend on the batch
-    that it ran in."""
+    that it ran in.
+    """
     digest = hashlib.sha256(f"{seed}\x00{sample_id}\x00{repeat}".encode()).digest()
     return int.from_bytes(digest[:8], "little", signed=True)
 
@@ -79,7 +80,8 @@ class Draws:
 
     def next(self, logits: Tensor, retry: bool = False, waits: bool = False) -> Tensor:
         """Chooses tokens int64 [S] under logits fp32 [S, vocabulary]; `retry` as in `random_numbers`, `waits` as in
-        `draw`."""
+        `draw`.
+        """
         numbers = random_numbers(self.seeds, self.chosen, retry)
         self.chosen += 1
         drawn = draw(logits, self.temperature, self.top_p, numbers, waits)
@@ -99,7 +101,8 @@ def draws_of(rows: Sequence[Drawing | None], device: torch.device) -> Draws | No
 
 def likeliest(logits: Tensor) -> Tensor:
     """Places int64 [S] of the largest logits fp32 [S, vocabulary], of equals the first; on a CPU by the largest of each
-    part first, since torch's own argmax compares number by number there."""
+    part first, since torch's own argmax compares number by number there.
+    """
     size = min(256, logits.shape[1] & -logits.shape[1])
     if logits.device.type != "cpu" or size < 32 or not logits.is_contiguous():
         return logits.argmax(-1)
@@ -139,7 +142,8 @@ def _needed(weights: Tensor, top_p: Tensor) -> Tensor:
 
 def nucleus(weights: Tensor, need: Tensor) -> Tensor:
     """Weights int64 [S, n], 0 except for the largest that make at least `need` int64 [S, 1] together, with the one that
-    crosses it; of equals the first."""
+    crosses it; of equals the first.
+    """
     least = torch.zeros_like(need)  # the largest number that what weighs at least as much is enough for
     for bit in reversed(range(_BITS + 1)):
         higher = least + 2**bit
@@ -189,7 +193,8 @@ def _pick_in_fronts(weights: Tensor, need: Tensor, numbers: Tensor) -> Tensor:
 
 def choose(logits: Tensor, rows: Sequence[Drawing | None], banned: Sequence[int] = ()) -> list[int]:
     """Chooses tokens under logits fp32 [S, vocabulary] for rows of which those with None take the likeliest, and waits
-    for them. Tokens that are `banned` in every row may not come yet: it is the rows' second choice."""
+    for them. Tokens that are `banned` in every row may not come yet: it is the rows' second choice.
+    """
     if banned:
         logits = logits.clone()
         logits[:, list(banned)] = float("-inf")

@@ -41,7 +41,8 @@ class Session(ABC):
     @abstractmethod
     def attend_stored(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Attention of a layer that shares the keys and values of `layer`, after its `attend`. In a prompt, some models
-        pass their last tokens alone: q [B, Hq, m, D], m <= n."""
+        pass their last tokens alone: q [B, Hq, m, D], m <= n.
+        """
 
     def turns(self, layer: int) -> bool:
         """True if a layer has `attend_unrotated`."""
@@ -57,7 +58,8 @@ class Session(ABC):
 
     def without_grad(self) -> AbstractContextManager:
         """The mode that the pass runs in. A prompt makes tensors that stay and are written to later: pages of a pool
-        that grows, copies for a prompt cache."""
+        that grows, copies for a prompt cache.
+        """
         return torch.no_grad()
 
     def note(self, call: AttentionCall | None) -> None:
@@ -100,7 +102,8 @@ class Decode(Session):
 class Dense(Session):
     """A prompt, or a text that is read with the full cache, of which nothing is stored: no more than
     `num_prompt_tokens`, in `row`. Later tokens only attend, and see the uncompressed prompt. `uncompressed` holds it
-    for the method's probe; `held_bytes` and `replay_tokens` are what that one's passes held and read."""
+    for the method's probe; `held_bytes` and `replay_tokens` are what that one's passes held and read.
+    """
 
     row: int = -1
     num_prompt_tokens: int = 0

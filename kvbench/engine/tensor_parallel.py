@@ -36,7 +36,8 @@ class OneProcessFailed(RuntimeError):
 
 class LeadingRunner(Runner):
     """The `Runner` of the first process, which replays no prompts. Where there is no memory in this process, smaller
-    groups cannot be tried, as one process does."""
+    groups cannot be tried, as one process does.
+    """
 
     _alive: "weakref.WeakSet[LeadingRunner]" = weakref.WeakSet()
     _count = 0

@@ -82,7 +82,8 @@ def _strata(group: Group, metric: str, curves: Sequence[Curve]) -> Strata | None
 
 def summaries(groups: Sequence[Group], rows: Sequence[Sequence[ComparedRun]], cfg: DictConfig) -> list[dict]:
     """A table of methods by groups for each model that has several, as the page shows it: difference and verdict in
-    each, mean place, bytes and time; and the rank correlations of its groups."""
+    each, mean place, bytes and time; and the rank correlations of its groups.
+    """
     result = []
     for model in dict.fromkeys(group.model for group in groups):
         mine = [

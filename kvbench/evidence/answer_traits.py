@@ -1,6 +1,7 @@
 """Answer length against another run's, share of answers that end in a loop, and worst-token distance to the full cache.
 
-A mean score hides all three."""
+A mean score hides all three.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -27,7 +27,8 @@ class OutOfRange(ValueError):
 
 def series_of(runs: Sequence[StoredRun]) -> dict[str, list[StoredRun]]:
     """The runs that one line may join: those of a method whose settings differ in numbers only, since a tier is no step
-    on the way from one budget to the next. A name is the method and, where it has several series, the words of one."""
+    on the way from one budget to the next. A name is the method and, where it has several series, the words of one.
+    """
     by_setting: dict[tuple, list[StoredRun]] = {}
     for run in runs:
         settings = {**(run.record.identity.get("method") or {}), **(run.record.identity.get("store") or {})}
@@ -44,7 +45,8 @@ def series_of(runs: Sequence[StoredRun]) -> dict[str, list[StoredRun]]:
 
 def _word(value: object) -> str:
     """Non-numeric part of a value: empty for a budget, another number or an unset one, except for the unit of a share
-    of all tokens seen, which is not on one scale with shares of a prompt."""
+    of all tokens seen, which is not on one scale with shares of a prompt.
+    """
     if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
         return ""
     text = str(value)
@@ -129,7 +131,8 @@ def _pseudo_values(
 ) -> np.ndarray:
     """The part that each sample adds to a function `read` of the runs' means, linear in them, and of their log bytes
     `x`, to first order. `values` are [n, runs] of each subset, `shifts` [count, runs] the part of each sample in the
-    log bytes of each run, with the mean 0."""
+    log bytes of each run, with the mean 0.
+    """
     means = np.asarray(values.mean())
     middle = read(means, x)
     slopes = np.array([read(means + unit, x) - middle for unit in np.eye(len(x))])

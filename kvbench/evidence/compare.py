@@ -33,7 +33,8 @@ TEXT_LENGTH = 160  # characters of an answer on the terminal
 
 def find(group: Group, name: str, where: Mapping[str, object] | None = None) -> StoredRun | None:
     """Find the run of a group that a name means: `full` for the reference, a method, a label, or the first digits of a
-    hash. Settings choose among several runs that the name fits; raises ValueError where several still fit."""
+    hash. Settings choose among several runs that the name fits; raises ValueError where several still fit.
+    """
     if name == FULL:
         return group.reference
     fits = [run for run in group.runs if name in (run.method, run.label)]
@@ -137,7 +138,8 @@ def _at_equal_bytes(
     group: Group, what: Measure, wanted: Bytes, name: str, notes: list[str]
 ) -> list[tuple[Curve, Curve]]:
     """Each method's budget curve at the same bytes, paired with the other run of that name; the full cache is taken
-    unchanged."""
+    unchanged.
+    """
     curves: dict[str, Curve] = {}
     for title, runs in series_of([run for run in group.runs if run.method != FULL and run.complete]).items():
         try:

@@ -1,5 +1,6 @@
 """One panel of a frontier: its points, lines and names on one axis. One colour, marker and line per method, names at
-the lines' ends."""
+the lines' ends.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -56,7 +57,8 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
 
 def short_label(label: str) -> str:
     """A label without the names of its settings, which the table has: `snapkv 0.25`, `diffkv 5, 0`. Names stay of
-    those that are on or off, or none."""
+    those that are on or off, or none.
+    """
     method, *words = label.split(" ")
     values = []
     for name, _, value in (word.partition("=") for word in words if "=" in word):
@@ -112,7 +114,8 @@ class Drawing:
 
     def methods(self, family: str | None = None) -> dict[str, list[Point]]:
         """Method -> its points by resident bytes, whatever the axis: the line follows the setting. By the axis where a
-        record lacks them."""
+        record lacks them.
+        """
         axis, result = self.axis.name, dict[str, list[Point]]()
         for point in sorted(self.points, key=lambda point: point.costs.get(RESIDENT.name, point.costs[axis]).value):
             if family in (None, point.family) and point.method != FULL:

@@ -136,7 +136,8 @@ class Panel:
 
     def set_quality(self) -> None:
         """Set what is drawn of each point: the difference to the reference, or the share of it, with its interval; or
-        the score."""
+        the score.
+        """
         full, how = self.find(self.reference), {"resamples": self.resamples, "seed": self.seed}
         for point in self.points:
             if full is None:
@@ -160,7 +161,8 @@ def score_interval(scores: Strata, what: Measure) -> Interval | None:
 
 def question(group: Group, sample: SampleName) -> Question:
     """Key of a question, independent of length, protocol and batch: its name and its right answers, since a generated
-    task has other questions under another seed."""
+    task has other questions under another seed.
+    """
     record = next((run.samples[sample[1], 0] for run in group.runs if (sample[1], 0) in run.samples), None)
     gold = json.dumps(record.get("gold") or "") if record else ""
     return group.task, sample[0], f"{sample[1]} {gold}"
@@ -231,7 +233,8 @@ def _drawable(group: Group, what: Measure, incomplete: bool, notes: list[str]) -
 
 def build(group: Group, cfg: DictConfig, what: Measure | None = None) -> Panel | None:
     """Make the points of a group, over the samples that every drawn run has; None when there is nothing to draw, and
-    the group's notes then say why. Raises ValueError where the metric does not exist; `what` stands for it."""
+    the group's notes then say why. Raises ValueError where the metric does not exist; `what` stands for it.
+    """
     what, notes = what or measure(str(cfg.metric), group, shares=True), list(group.notes)
     curves = _drawable(group, what, cfg.incomplete, notes)
     runs = [run for run in group.runs if run.name in curves]
@@ -330,7 +333,8 @@ def _check_time(panel: Panel, runs: Sequence[StoredRun]) -> None:
 def averages(panels: Sequence[Panel]) -> list[Panel]:
     """Average the groups of each model and version of the code, every group with the same weight, over the points that
     all of its groups have; not where there are fewer than two of those, or where the groups measure different things.
-    Panels that are not averaged because their code differs get a note."""
+    Panels that are not averaged because their code differs get a note.
+    """
     kins: dict[str, list[Panel]] = {}
     for panel in panels:
         kins.setdefault(panel.kin, []).append(panel)

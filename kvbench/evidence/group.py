@@ -115,7 +115,8 @@ class Group:
     @property
     def reference(self) -> StoredRun | None:
         """The full-cache run with the store options of a reference that lacks the fewest answers; of several the FP16
-        one, under the most common conditions of the other runs. None without one."""
+        one, under the most common conditions of the other runs. None without one.
+        """
         usual = Counter(run.conditions for run in self.runs if run.method != FULL).most_common()
         order = [conditions for conditions, _ in usual]
 
@@ -135,7 +136,8 @@ class Group:
     @property
     def repeats(self) -> list[StoredRun]:
         """Other full-cache runs of the same precision and store that have every answer of the reference: the same
-        computation with another batch size or backend."""
+        computation with another batch size or backend.
+        """
         reference = self.reference
         if reference is None:
             return []

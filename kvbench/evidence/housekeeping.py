@@ -73,7 +73,8 @@ class Entry:
 
     def is_meant(self, pattern: str) -> bool:
         """True where a pattern is that of its folder, of its method, the first digits of its hash, or one of its
-        tags."""
+        tags.
+        """
         digits = len(pattern) >= FEWEST_DIGITS and self.record.hash.startswith(pattern)
         return digits or any(fnmatch.fnmatchcase(text, pattern) for text in (self.name, self.record.method, *self.tags))
 

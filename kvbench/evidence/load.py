@@ -49,7 +49,8 @@ def _short(key: str) -> str:
 
 def fits_settings(settings: Mapping[str, object], where: Mapping[str, object]) -> bool:
     """True when a run has the settings, or one of several allowed values of each; a null among them allows for runs
-    that have no such setting."""
+    that have no such setting.
+    """
     for key, value in where.items():
         if isinstance(value, Sequence | ListConfig) and not isinstance(value, str):
             if settings.get(key) not in list(value):
@@ -71,7 +72,8 @@ def find_runs(
     root: Path, left_out: dict[str, str], filters: Sequence[Sequence[str] | None] = ()
 ) -> Iterator[tuple[Path, RunRecord]]:
     """The runs below a folder of results, in the order of their names. `left_out` gets the name of each that cannot be
-    read, and why; `filters` are patterns of task, model and method, where None lets all through."""
+    read, and why; `filters` are patterns of task, model and method, where None lets all through.
+    """
     for path in sorted(root.glob(RUNS)):
         name = path.parent.relative_to(root).as_posix()
         wanted = zip(name.split("/"), filters, strict=False)
@@ -224,7 +226,8 @@ def _usable(members: Sequence[StoredRun], notes: list[str]) -> list[StoredRun]:
 
 def _agreed(members: Sequence[StoredRun], notes: list[str]) -> list[StoredRun]:
     """The runs whose records claim of their metrics what most of those of the same question do: a task has one
-    direction of each, one primary metric and one weighting. Notes the claims of the others."""
+    direction of each, one primary metric and one weighting. Notes the claims of the others.
+    """
 
     def claims(run: StoredRun) -> str:
         metrics = run.record.metrics.items()
@@ -260,7 +263,8 @@ def _one_version(members: Sequence[StoredRun], code: str, notes: list[str]) -> l
 
 def _latest(members: Sequence[StoredRun], notes: list[str]) -> list[StoredRun]:
     """The newest run of each method, setting and condition; notes those that are incomplete, or have lost answers
-    since."""
+    since.
+    """
     total = max((run.total for run in members if run.complete and run.total), default=None)
     kept: dict[str, StoredRun] = {}
     for run in members:

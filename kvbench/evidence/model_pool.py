@@ -57,7 +57,8 @@ class Total:
 
     def weights_of(self, run: StoredRun) -> float | None:
         """Bytes of the weights of a run's model: as the setting says, as it was loaded, or as known of its name; None
-        where nothing says."""
+        where nothing says.
+        """
         known = presets().get(run.record.model)
         said = self.weights.get(run.record.model), run.record.weights_bytes, known.weights_bytes if known else None
         return next((size for size in said if size is not None), None)

@@ -1,5 +1,6 @@
 """Small multiples of a frontier: a small picture for each subset of a task, or each category of them, with all methods
-in every one."""
+in every one.
+"""
 
 import math
 from collections import Counter

@@ -1,5 +1,6 @@
 """Runs sample by sample: the values of a metric, the samples that runs share, what the missing ones could be, and the
-answers that were lost or gained."""
+answers that were lost or gained.
+"""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -184,7 +185,8 @@ class Pairs:
     def extremes(self, what: Measure, resamples: int, seed: int) -> tuple[Difference | None, Difference | None] | None:
         """The differences if every missing answer of this run were the worst and every one of the other's the best, and
         the other way round, in the direction of the values; None where no sample is missing, and for each of the two
-        where a missing value could be anything."""
+        where a missing value could be anything.
+        """
         everything = set(self.mine.ranges) | set(self.theirs.ranges)
         if self.num_samples == self.total == len(everything):
             return None
@@ -211,7 +213,8 @@ def _paired(
 
 def pair(mine: Curve, theirs: Curve, what: Measure) -> Pairs:
     """Pair the judged run with another one on the samples that both have; raises NoCommonSample without any, and where
-    the measure is a share of a mean that is 0."""
+    the measure is a share of a mean that is 0.
+    """
     both = shared([mine, theirs])
     if not both:
         raise NoCommonSample(

@@ -25,7 +25,8 @@ STATES: tuple[State, ...] = ("done", "running", "failed", "lost", "left")
 
 def run_states(results_dir: Path) -> tuple[Counter[str], dict[Path, RunRecord]]:
     """Counts the runs that are done, running, failed, and unfinished (stopped or killed, with no process at work on
-    them); and finds those that are split into shards and not done."""
+    them); and finds those that are split into shards and not done.
+    """
     split: dict[Path, RunRecord] = {}
     unreadable: dict[str, str] = {}
     states = []

@@ -26,7 +26,8 @@ SAFELY = {"local_files_only": True, "trust_remote_code": False}
 class How:
     """The form in which a model is to be held. GPUs get the weights tensor by tensor, so that main memory need not hold
     the model; that takes the package accelerate. `quantisation` is a key of `quantised.KINDS`, or None; among
-    `processes` the heads are divided, by transformers' own plan for the model."""
+    `processes` the heads are divided, by transformers' own plan for the model.
+    """
 
     dtype: torch.dtype
     devices: Devices = Devices((torch.device("cpu"),))
@@ -44,7 +45,6 @@ def read_weights(
         The model, on its devices or in main memory, and what `check_complete` takes. Until it was checked, tensors may
         be random.
     """
-
     more: dict[str, Any] = {"device_map": None}
     if how.processes > 1:
         config = config_of(folder).get_text_config()
@@ -85,7 +85,8 @@ def _auto_class(config: "PretrainedConfig") -> Any:
 
 def config_of(folder: Path, gguf_file: str | None = None) -> "PretrainedConfig":
     """Read a model's configuration. Its attention is transformers' own, whatever a config.json names: that can be code
-    from the hub, and transformers lets it win over an argument."""
+    from the hub, and transformers lets it win over an argument.
+    """
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(folder, gguf_file=gguf_file, **SAFELY)
@@ -122,7 +123,8 @@ def outline_of(config: "PretrainedConfig", dtype: torch.dtype | None = None) -> 
 def check_complete(loaded: Mapping[str, Collection], what: str) -> None:
     """Refuses a checkpoint that lacks tensors of its model, or has others, by what `from_pretrained(...,
     output_loading_info=True)` reports. Tied tensors, which are stored once, and buffers that the configuration decides
-    are not among those. `what` says where the weights are."""
+    are not among those. `what` says where the weights are.
+    """
     shapes = [f"{name} {list(there)} instead of {list(wanted)}" for name, there, wanted in loaded["mismatched_keys"]]
     faults = {
         "lack": sorted(loaded["missing_keys"]),
@@ -149,7 +151,8 @@ def is_fault(error: BaseException) -> bool:
 @contextmanager
 def _without_load_report() -> Iterator[None]:
     """Hides the table in which transformers says what `check_complete` says in a sentence, and its advice for weights
-    that stay packed: those of a GGUF file are de-quantised here."""
+    that stay packed: those of a GGUF file are de-quantised here.
+    """
     logs = [logging.getLogger(f"transformers.{name}") for name in ("modeling_utils", "quantizers.quantizer_gguf")]
 
     def keep(record: logging.LogRecord) -> bool:

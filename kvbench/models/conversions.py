@@ -45,7 +45,8 @@ def models_folder() -> Path:
 
 def kept_folder(folder: Path) -> Path:
     """The folder of what a conversion is made from: it outlives one that breaks off, and goes with the first whole one.
-    It belongs to who holds the lock of `ensure`."""
+    It belongs to who holds the lock of `ensure`.
+    """
     return folder.with_name(f"{folder.name}.fetched")
 
 
@@ -105,7 +106,8 @@ def ensure(
 
 def save(source: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
     """Writes a model that came from a GGUF file, and its tokenizer, into a folder. Raises NotAlike where the tokenizer
-    would be another one there."""
+    would be another one there.
+    """
     tokenizer.save_pretrained(folder)
     reread = read_tokenizer(folder)
     for name, what in _COMPARED.items():
@@ -122,7 +124,8 @@ def save(source: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", folder
 
 def read_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
     """Reads the tokenizer of a conversion as it is there: a model's own class, which `AutoTokenizer` takes, may put
-    rules of its own in the place of some."""
+    rules of its own in the place of some.
+    """
     import transformers
 
     tokenizer: PreTrainedTokenizerBase = transformers.PreTrainedTokenizerFast.from_pretrained(
@@ -133,7 +136,8 @@ def read_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
 
 def _seal(folder: Path, known: dict[str, str]) -> None:
     """Writes the digests of a conversion beside it and brings all to the disk, before the folder gets its name: after a
-    power cut it is whole, or not there."""
+    power cut it is whole, or not there.
+    """
     files = sorted(folder.iterdir())
     marker = known | {
         "sizes_bytes": {file.name: file.stat().st_size for file in files},
@@ -153,7 +157,8 @@ def _known(folder: Path) -> dict[str, str]:
 def find_damage(folder: Path, by: str | None = None) -> str:
     """Says what of a converted model is not as it was converted, in the words of a message; empty when nothing is. It
     is `by` this converter, None = by whichever. A large file is read once and then known by its size, times and inode
-    (`cache.file_digest`)."""
+    (`cache.file_digest`).
+    """
     try:
         marker: dict[str, Any] = json.loads((folder / _MARKER).read_text())
         digests = marker["sha256"]

@@ -28,7 +28,8 @@ class Devices:
 
     def spans(self, num_layers: int) -> tuple[tuple[torch.device, int], ...]:
         """Each device with its number of layers, the first ones with one more where they do not divide evenly; empty
-        for one device."""
+        for one device.
+        """
         if len(self.all) == 1:
             return ()
         least, more = divmod(num_layers, len(self.all))
@@ -41,7 +42,8 @@ class Devices:
 
     def module_map(self, model: "PreTrainedModel") -> dict[str, torch.device] | None:
         """The device of each module of a model, or of its outline on the meta device, as transformers and accelerate
-        take it; None where all is on one."""
+        take it; None where all is on one.
+        """
         if len(set(self.all)) == 1:
             return None
         base, inner = model.base_model, model.base_model_prefix
@@ -77,7 +79,8 @@ class Devices:
 
 def read_devices(value: object) -> Devices:
     """Turns `model.device` (auto, cpu, cuda or cuda:N, or a list of such devices of one kind) into devices that exist
-    here."""
+    here.
+    """
     if isinstance(value, str) or not isinstance(value, Sequence):
         return Devices((_device(str(value)),))
     devices = tuple(_device(str(name), in_list=True) for name in value)

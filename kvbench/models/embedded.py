@@ -51,7 +51,8 @@ def ensure_embedded() -> Path:
 
 def embedded_fingerprint() -> str:
     """The embedded model's fingerprint: the pinned file decides weights, tokenizer and chat template, and what is
-    loaded was checked to be its conversion."""
+    loaded was checked to be its conversion.
+    """
     return combine_fingerprints([NAME, GGUF_SHA256, str(_CONVERTER_VERSION)])
 
 

@@ -1,5 +1,6 @@
 """The settings that kvbench itself reads of the JSON files of a model's folder, with their types: transformers checks
-those that its class of a model declares, and passes any value of the others on."""
+those that its class of a model declares, and passes any value of the others on.
+"""
 
 import json
 import math

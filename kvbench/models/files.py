@@ -59,7 +59,8 @@ def find_model_folder(path: str, revision: str | None = None) -> Path:
 
 def weight_files(folder: Path) -> list[Path]:
     """Lists the weight files that transformers would load from a folder, in the order of their names; empty when it has
-    none. Refuses an index of a sharded model that names files which are not there."""
+    none. Refuses an index of a sharded model that names files which are not there.
+    """
     for name in _WEIGHT_NAMES:
         if (folder / name).is_file():
             return [folder / name]
@@ -90,7 +91,8 @@ def _shards(index: Path) -> list[str]:
 
 def folder_fingerprint(folder: Path) -> str:
     """Hashes what decides a model's answers: configuration, tokenizer, chat template and whole weights. 64 hex digits,
-    the same wherever the folder lies."""
+    the same wherever the folder lies.
+    """
     config = json.loads((folder / "config.json").read_text())
     parts = [json.dumps({key: config[key] for key in sorted(config) if key not in _VOLATILE_CONFIG_KEYS})]
     for file in _auxiliary_files(folder):
@@ -113,7 +115,8 @@ def check_config(folder: Path, *, has_weights: bool = True) -> None:
     """Checks what config.json and the files next to it say before transformers builds a model of them: they are JSON
     objects, what kvbench reads of them has its type, they name no other weights than `weight_files` lists, and at least
     one layer and no more than there are tensors, which transformers would build one by one without an end. Of a folder
-    that need not hold weights (`has_weights`), and of one that holds pickled ones, 1024 layers are the most."""
+    that need not hold weights (`has_weights`), and of one that holds pickled ones, 1024 layers are the most.
+    """
     file = folder / "config.json"
     there = {name: fields.read_object(folder / name) for name in fields.FILES if (folder / name).is_file()}
     for name, settings in there.items():
@@ -146,7 +149,8 @@ def _auxiliary_files(folder: Path) -> list[Path]:
 
 def _count_tensors(folder: Path) -> int | None:
     """Counts the tensors that the weights' headers list; None for weights without a header, and for damaged ones, which
-    the loader refuses in its own words."""
+    the loader refuses in its own words.
+    """
     names = 0
     for file in weight_files(folder):
         if file.suffix != ".safetensors":
@@ -170,7 +174,8 @@ def combine_fingerprints(parts: Iterable[str]) -> str:
 
 def hub_reachable(timeout_s: float = 2.0) -> bool:
     """Asks once whether the hub answers, through the proxy if one is set: True when anything answered, even with an
-    error status; False when offline mode is set."""
+    error status; False when offline mode is set.
+    """
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:

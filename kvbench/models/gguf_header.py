@@ -25,7 +25,8 @@ _MOST_FIELDS, _MOST_TENSORS = 10_000, 100_000  # files have 20 to 60, and 200 to
 @dataclass(frozen=True)
 class GgufTensor:
     """A tensor's name, its elements, the number of its type in ggml, and where its data begin, in bytes after those of
-    all tensors begin."""
+    all tensors begin.
+    """
 
     name: str
     elements: int

@@ -99,7 +99,8 @@ class LoadedModel:
     @cached_property
     def rows_are_alone(self) -> bool:
         """True if a row's numbers are the same bits whatever other rows of its kind (`lengths`) pass through the model
-        with it."""
+        with it.
+        """
         return self.linear == matrices.STREAMED and matrices.rows_are_alone(self.model)
 
     @cached_property
@@ -165,7 +166,8 @@ def load_model(cfg: Mapping[str, Any]) -> LoadedModel:
 
 def check_model(cfg: Mapping[str, Any]) -> None:
     """Refuses what `load_model` would refuse for want of files, whatever the machine that will load it has: of a hub
-    id, or a file that is known by name, it fetches them. Raises as that does."""
+    id, or a file that is known by name, it fetches them. Raises as that does.
+    """
     settings = as_dict(cfg)
     if settings.get("kind") not in ("hf", "gguf"):
         return
@@ -261,7 +263,8 @@ _LOADERS: dict[str, tuple[_Loader, set[str]]] = {
 
 def load_outline(cfg: Mapping[str, Any]) -> LoadedModel:
     """An `outline` with its tokenizer, for what only makes prompts; no answer can be had from it. The model of a GGUF
-    file that cannot be converted is loaded whole."""
+    file that cannot be converted is loaded whole.
+    """
     settings = as_dict(cfg)
     if settings.get("kind") == "random":
         _, tokenizer = _random_outline(settings)
@@ -277,7 +280,8 @@ def load_outline(cfg: Mapping[str, Any]) -> LoadedModel:
 
 def outline(cfg: Mapping[str, Any]) -> LoadedModel:
     """Builds a model on the meta device, without weights and tokenizer, for what can be asked of it before it is
-    loaded; a GGUF file is not converted. Raises as `load_model` does."""
+    loaded; a GGUF file is not converted. Raises as `load_model` does.
+    """
     settings = as_dict(cfg)
     devices = read_devices(settings.get("device", "auto"))
     dtype = _dtype(settings.get("dtype", "auto"), devices.first)

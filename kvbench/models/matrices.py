@@ -56,7 +56,8 @@ def read_linear(value: object, quantisation: str | None, processes: int) -> str:
 def lay(model: torch.nn.Module, linear: str, dtype: torch.dtype, device: torch.device) -> tuple[str, str]:
     """Lays a model's matrices out as `model.linear` says, where that can be had: the layout, one of `LINEAR`, and the
     reason why it is another one, in a sentence; empty where it is not. `AUTO` takes `STREAMED` where its kernel is
-    faster than torch's products, which portable C++ is not."""
+    faster than torch's products, which portable C++ is not.
+    """
     if linear == AUTO:
         linear = PLAIN if why_not(STREAMED, dtype, device) or chosen_isa() == "portable" else STREAMED
     if linear == PLAIN:
@@ -86,7 +87,8 @@ def kernels(linear: str) -> tuple[str, ...]:
 
 def why_not(linear: str, dtype: torch.dtype, device: torch.device) -> str:
     """The reason why matrices cannot be `PACKED`, `STREAMED` or `FUSED` here, to follow "because"; empty where they
-    can."""
+    can.
+    """
     name = str(dtype).removeprefix("torch.")
     if linear == FUSED:
         if importlib.util.find_spec("triton") is None:
@@ -123,7 +125,8 @@ def _is_plain(layer: torch.nn.Module) -> TypeGuard[torch.nn.Linear]:
 
 class PackedLinear(torch.nn.Module):
     """A linear layer whose matrix lies in oneDNN's order and nowhere else. Sums are formed in another order than in the
-    plain layer, which is on the CPU, in fp32 or bf16; so results differ from its in the last bits."""
+    plain layer, which is on the CPU, in fp32 or bf16; so results differ from its in the last bits.
+    """
 
     bias: Tensor | None
 
@@ -177,7 +180,8 @@ def pack(model: torch.nn.Module) -> int:
 
 class StreamedLinear(torch.nn.Linear):
     """A linear layer that multiplies by `RowProducts`. The matrix stays where and as it is, so that an embedding may
-    share it. A row's result is the same bits whatever other rows there are."""
+    share it. A row's result is the same bits whatever other rows there are.
+    """
 
     products: RowProducts
     joint: "Joint | None" = None
@@ -325,7 +329,8 @@ def _missing(size: int, threads: int) -> int:
 def stream(model: torch.nn.Module) -> int:
     """Has every plain linear layer of a model read its matrix so, a head that is tied to the embedding too, its usual
     norms and feed-forward layers run as one call each, and its activations give the same bits wherever a number lies;
-    how many linear layers."""
+    how many linear layers.
+    """
     from transformers.activations import ACT2CLS
 
     layers = [layer for layer in model.modules() if _is_plain(layer) and layer.weight.is_contiguous()]
@@ -348,7 +353,8 @@ def stream(model: torch.nn.Module) -> int:
 def rows_are_alone(model: torch.nn.Module) -> bool:
     """True if everything that a model multiplies its rows by is streamed, so that none depends on the others, and if
     that is what is measured: of every matrix, norm and activation of a kind, one row gives the same bits alone as
-    beside four. Takes milliseconds."""
+    beside four. Takes milliseconds.
+    """
     alone = [layer for layer in model.modules() if isinstance(layer, StreamedLinear | torch.nn.Embedding)]
     known = {id(weight) for layer in alone for weight in layer.parameters(recurse=False)}
     return all(weight.ndim < 2 or id(weight) in known for weight in model.parameters()) and _alone_measured(model)
@@ -356,7 +362,8 @@ def rows_are_alone(model: torch.nn.Module) -> bool:
 
 def _alone_measured(model: torch.nn.Module) -> bool:
     """True if one row of random numbers gives the same bits alone as with other rows, in each kind of part that a model
-    has between its attention."""
+    has between its attention.
+    """
     tried: set[tuple] = set()
     with torch.random.fork_rng(devices=()), torch.no_grad():
         torch.manual_seed(0)

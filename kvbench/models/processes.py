@@ -50,7 +50,8 @@ def hear() -> tuple[Any, ...]:
 
 def read_processes(value: object, model_kind: str, devices: "Devices") -> int:
     """`model.tensor_parallel`, once it is known that it can be done: processes, None being one. Refuses it, with the
-    remedy, where as many were not started, or the model cannot be cut."""
+    remedy, where as many were not started, or the model cannot be cut.
+    """
     if value is None or value == 1:
         return 1
     wanted = check_whole("model.tensor_parallel", value, 1, ", or null for one process")

@@ -61,7 +61,8 @@ class Lengths:
 
 def lengths_of(model: "PreTrainedModel") -> Lengths:
     """Measures the tables of a model's rotary embeddings; of an outline, on new embeddings of its configuration. Takes
-    some milliseconds."""
+    some milliseconds.
+    """
     tables = []
     with torch.no_grad():
         for embedding in _embeddings(model):
@@ -83,7 +84,8 @@ def lengths_of(model: "PreTrainedModel") -> Lengths:
 
 def forget_lengths(model: torch.nn.Module) -> None:
     """Has every rotary embedding forget the lengths that it has seen: transformers' `dynamic` keeps the table of the
-    longest text until a short one comes."""
+    longest text until a short one comes.
+    """
     for embedding in _embeddings(model):
         forget(embedding)
 
@@ -105,7 +107,8 @@ def _same(some: list[Tensor], others: list[Tensor]) -> bool:
 
 def _embeddings(model: torch.nn.Module) -> Iterator[_Embedding]:
     """The rotary embeddings of a model, one for each type of layer that has its own, as functions of int64 positions
-    [rows, tokens]."""
+    [rows, tokens].
+    """
     decoder: Any = getattr(model, "get_decoder", lambda: model)()  # without what looks at pictures
     modules: list[Any] = list(decoder.modules())
     for module in modules:

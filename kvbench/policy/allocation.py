@@ -149,7 +149,8 @@ def shares_by_score(score: Tensor, base: Tensor, alpha: float, *, official_round
 
 def round_to_total(parts: Tensor, denominator: int, total: Tensor) -> Tensor:
     """Rounds parts [G, M] / denominator to int64 with the sums `total` [G]: floors, then +1 by remainder descending,
-    index ascending."""
+    index ascending.
+    """
     floors = parts // denominator
     by_remainder = rank_descending(parts - floors * denominator)
     return floors + (by_remainder < (total - floors.sum(-1))[:, None])

@@ -129,7 +129,8 @@ class Policy:
 
     def least_tokens(self, num_prompt_tokens: int) -> int:
         """The smallest budget that the method keeps to behind such a prompt, in tokens per list. Default:
-        `fewest_tokens`."""
+        `fewest_tokens`.
+        """
         return self.fewest_tokens
 
     def most_tokens(self, budget: int, num_prompt_tokens: int, num_new_tokens: int) -> int:
@@ -152,7 +153,8 @@ class Policy:
     def bounds(self, extent: Extent) -> Bounds | None:
         """Bounds on the tokens that a sequence of these lengths may hold at its end; a run whose ledger shows another
         number fails. Default: of the prompt, on average, a page more than a setting `budget` allows; any without
-        one."""
+        one.
+        """
         value = getattr(self, "budget", None)
         try:
             budget = None if value is None else Budget.parse(value)
@@ -188,7 +190,8 @@ class Policy:
 
     def plan_compact(self, view: DecodeView) -> CompactPlan:
         """Decides a bulk eviction for the sequences for which `compaction` is due, or for all that are decoded where
-        pages run out."""
+        pages run out.
+        """
         raise NotImplementedError(f"{type(self).__name__} sets compaction but does not define plan_compact")
 
     def cache_positions(self, view: DecodeView, num_slots: int) -> Tensor:

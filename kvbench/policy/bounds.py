@@ -1,5 +1,6 @@
 """Bounds on the tokens of a sequence: a method's promise, which results are held to (`kvbench/runs/verdict.py`).
-Methods import these from `kvbench.policy`."""
+Methods import these from `kvbench.policy`.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -119,7 +120,8 @@ def within(
 
 def of_answer(extent: Extent, budget: Budget, window: int, spare: int) -> Bounds:
     """The bounds of a sequence whose prompt is kept whole and whose answer has the budget, or keeps its last `window`
-    tokens; `spare` tokens per list may come in before the next eviction."""
+    tokens; `spare` tokens per list may come in before the next eviction.
+    """
     prompt = extent.prompt_tokens
     allowed = int(budget.value * extent.new_tokens) if budget.unit == "ratio" else int(budget.value)
     if budget.unit == "bytes":

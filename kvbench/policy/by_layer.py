@@ -32,7 +32,8 @@ class TiersByLayer(Readable):
 
 def read_table(text: str, name: str = "tiers_by_layer") -> tuple[list[tuple[str, ...]], dict[int, str]]:
     """Reads a table of precisions, whose entries are parted by blanks or commas: a row per layer, of a precision or one
-    per KV head; or layers with theirs, negative ones counted from the last. What is none is a ValueError."""
+    per KV head; or layers with theirs, negative ones counted from the last. What is none is a ValueError.
+    """
     rows: list[tuple[str, ...]] = []
     named: dict[int, str] = {}
     entries = re.split(r"[\s,]+", text.strip().lower())

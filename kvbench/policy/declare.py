@@ -157,7 +157,8 @@ class Compaction:
 
     def due(self, view: DecodeView) -> Tensor:
         """bool [S]: the sequences that evict before this step. Default: after every `every` tokens behind the
-        prompt."""
+        prompt.
+        """
         grown = view.tokens_seen - view.prompt_tokens
         due = grown % self.every == 0
         return due if self.from_start else due & (grown > 0)

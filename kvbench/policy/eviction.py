@@ -1,5 +1,6 @@
 """Slots that lists may hold while decoding, the bulk evictions that keep them to it, and tokens that no eviction takes
-in addition to those that a method keeps itself."""
+in addition to those that a method keeps itself.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -31,7 +32,8 @@ def prompt_share(view: DecodeView, budget: Budget, base: Tensor | None = None) -
 
 def answer_share(view: DecodeView, budget: Budget) -> Tensor:
     """int64 [S, L, H]: the whole prompt, and a ratio of the answer or as many tokens of it as the budget says; a budget
-    in bytes is of both."""
+    in bytes is of both.
+    """
     prompt = view.prompt_tokens[:, None, None]
     answer = view.tokens_seen[:, None, None] - prompt
     if budget.unit == "ratio":
@@ -88,7 +90,8 @@ class Protection:
 
     def check(self, text: object, budget: Budget, no_eviction: str) -> None:
         """Refuses what cannot be protected of a budget, which was written as `text`; `no_eviction` says what to set so
-        that the method evicts while decoding, and is empty where it does."""
+        that the method evicts while decoding, and is empty where it does.
+        """
         if self.of in ("prompt", "answer") and budget.of_seen:
             raise ValueError(
                 f"budget={text} is a share of all tokens seen, of which protect={self.of} keeps a part whole; set "
@@ -140,7 +143,8 @@ class Protection:
 def seen_share(view: DecodeView, budget: Budget, protection: Protection, lookahead: int = 0) -> Tensor:
     """int64 [S, L, H]: slots per list of a budget that is a share of all tokens seen, with the incoming token and
     `lookahead` more among them, in proportion to the prompt's plan. Their mean keeps to the share; slots that protected
-    first tokens took of a prompt beyond it do not grow."""
+    first tokens took of a prompt beyond it do not grow.
+    """
 
     def allowed(tokens: Tensor) -> Tensor:
         return (tokens.double() * budget.value + 1e-9).long().clamp(min=1)  # as `Budget.tokens` does

@@ -32,7 +32,8 @@ class PrefillPlan:
 @dataclass(frozen=True, kw_only=True)
 class Extreme:
     """Per list, the slot that a reduction picked: `value` fp32, `slot` int64 (-1 when no slot was eligible), `pos`
-    int64; all [S, L, H]."""
+    int64; all [S, L, H].
+    """
 
     value: Tensor
     slot: Tensor
@@ -47,7 +48,8 @@ class Extreme:
 @dataclass(frozen=True, kw_only=True)
 class SlotArrays:
     """Padded per-slot fields of one tier: `score` fp32, `pos` int64 and `valid` bool, all [S, L, H, n]; `extra` has the
-    further numbers of a statistic by name, where it measured the slots."""
+    further numbers of a statistic by name, where it measured the slots.
+    """
 
     score: Tensor
     pos: Tensor

@@ -167,7 +167,8 @@ class Ranked(ByLayer):
 
     def score_by(self, statistic: Statistic, *, slot_queries: int = 0, **how: Any) -> None:
         """Declares a score that is measured again before every eviction: its statistic measures a prompt, and the slots
-        held where that is evicted from later, with the last `slot_queries`; `how` are fields of the ScoreSpec."""
+        held where that is evicted from later, with the last `slot_queries`; `how` are fields of the ScoreSpec.
+        """
         later: dict[str, Any] = {"slot_queries": slot_queries, "track": ("pos",)} if self.evicts_later else {}
         self.rank_by(ScoreSpec(statistic=statistic, **later, **how))
 
@@ -184,7 +185,8 @@ class Ranked(ByLayer):
 
     def always(self, budget: int) -> tuple[int, int]:
         """Numbers of first and last tokens of a prompt that stay whatever their score; first ones take precedence where
-        the budget is too small for all. Default: none."""
+        the budget is too small for all. Default: none.
+        """
         return 0, 0
 
     def last_tokens(self) -> int:
@@ -201,7 +203,8 @@ class Ranked(ByLayer):
 
     def prompt_budget(self, view: PrefillView) -> int:
         """Tokens per list that stay of a prompt, the mean where lists share them. Default: the budget, and what is
-        protected where that is more."""
+        protected where that is more.
+        """
         first = self.protection.first(view.instruction_tokens)
         return max(view.budget_tokens(self._budget), min(first, view.num_tokens))
 
@@ -221,7 +224,8 @@ class Ranked(ByLayer):
     @property
     def no_eviction(self) -> str:
         """Settings that make the method evict while decoding, for messages; empty = it does. Read before `declare` has
-        ended."""
+        ended.
+        """
         settable = type(self).__dataclass_fields__["decode_every"].init
         remedy = "set decode_every" if settable else "the method decides about prompts alone, so set protect=none"
         return "" if self.decode_every else remedy
@@ -292,7 +296,8 @@ class Ranked(ByLayer):
 
     def keep_up(self, view: DecodeView, window: int | Tensor, over_layer: bool = False) -> DecodePlan:
         """The lightest token of each list that holds its share of all tokens seen makes room for the incoming one; the
-        last `window` stay, the incoming one counted. `over_layer` decides once per layer."""
+        last `window` stay, the incoming one counted. `over_layer` decides once per layer.
+        """
         grows = self.score.decode_update or self.score.statistic.answers("of_token")
         target = self._seen_target(view, window)
         return displace_lightest(view, target, window, self._first_held(view), grows=grows, over_layer=over_layer)
@@ -304,7 +309,8 @@ class Ranked(ByLayer):
 
     def _seen_target(self, view: DecodeView, window: int | Tensor, lookahead: int = 0) -> Tensor:
         """int64 [S, L, H]: tokens that a list may hold with the incoming one and `lookahead` more: its share of all
-        tokens seen, and at least what always stays."""
+        tokens seen, and at least what always stays.
+        """
         target = seen_share(view, self._budget, self.protection, lookahead)
         for least in (window, self._first_held(view) + 1):
             target = target.clamp(min=least) if isinstance(least, int) else torch.maximum(target, least[:, None, None])
@@ -315,7 +321,8 @@ class Ranked(ByLayer):
 
     def shrink(self, view: DecodeView, score: Tensor | None = None) -> CompactPlan:
         """Bulk eviction of every list down to its share, or to the tokens that reach the threshold; protected tokens
-        stay."""
+        stay.
+        """
         slots, window = view.slots(0), self.last_tokens()
         stays = self.protection.slots(view, slots.pos) & slots.valid
         if self._budget.of_seen:
@@ -333,7 +340,8 @@ class Ranked(ByLayer):
 
     def _share(self, view: DecodeView) -> Tensor:
         """int64 [S, L, H]: `prompt_share`; slots that first tokens took beyond the budget do not grow with the
-        sequence."""
+        sequence.
+        """
         if not self.protection.is_first:
             return prompt_share(view, self._budget)
         allowed = view.budget_tokens(self._budget)

@@ -15,7 +15,8 @@ Count = TypeVar("Count", int, Tensor)
 
 def rank_descending(score: Tensor) -> Tensor:
     """Rank of each element along the last axis: score descending, then position ascending (stable); same shape,
-    int64."""
+    int64.
+    """
     return _inverse(torch.argsort(score, dim=-1, descending=True, stable=True))
 
 
@@ -147,7 +148,8 @@ def chunk_means(score: Tensor, held: Tensor, chunk: int) -> Tensor:
 
 def whole_chunks(chosen: Tensor, held: Tensor, chunk: int, may_be_none: bool) -> Tensor:
     """Chosen tokens, bool [V, H, n], without those of chunks of which not all that are held are; a list that would be
-    empty keeps its part of a chunk unless it `may_be_none`."""
+    empty keeps its part of a chunk unless it `may_be_none`.
+    """
     is_whole = _per_chunk((chosen & held).long(), chunk) == _per_chunk(held.long(), chunk)
     whole = chosen & is_whole[..., _chunk_of(chosen, chunk)]
     return whole if may_be_none else torch.where(whole.any(-1, keepdim=True), whole, chosen)

@@ -83,7 +83,8 @@ class LayerTensors(ABC):
     def q(self) -> Tensor:
         """The last queries [Hq, w, D], with their rotary positions `q_pos`: of a prompt those that the ScoreSpec's
         `prefill_queries` counts, at a bulk eviction its `slot_queries` (multiplied by the model's factor on logits, so
-        that `scale` is 1); fewer where fewer were seen. Query heads of one KV head follow one another."""
+        that `scale` is 1); fewer where fewer were seen. Query heads of one KV head follow one another.
+        """
         return self._require(
             self._q,
             "queries",
@@ -124,7 +125,8 @@ class LayerTensors(ABC):
     @abstractmethod
     def attention(self) -> Tensor:
         """fp32 [H, n]: the attention that each key receives from the queries, as the ScoreSpec says (power, reduction
-        over queries, pool, group). For a prompt this is the backend's own operation."""
+        over queries, pool, group). For a prompt this is the backend's own operation.
+        """
 
     @abstractmethod
     def low_counts(self) -> Tensor:
@@ -133,16 +135,19 @@ class LayerTensors(ABC):
     @abstractmethod
     def rotated(self, x: Tensor, position: Tensor) -> Tensor:
         """x [..., D] with rotary positions put on (negative ones take them off), fp32; `position` broadcasts against
-        x[..., 0]. For statistics that declare `before_rope`."""
+        x[..., 0]. For statistics that declare `before_rope`.
+        """
 
     @abstractmethod
     def of_these_heads(self, x: Tensor) -> Tensor:
         """Of x [all query heads of the layer, ...], such as a table of a method's own, the rows of the query heads of
-        these KV heads."""
+        these KV heads.
+        """
 
     def logits(self, which: slice | Tensor = slice(None)) -> Tensor:
         """Attention logits fp32 [Hq, w, n] of `q`, or some of its queries, with minus infinity for keys after their
-        query."""
+        query.
+        """
         group, q_pos = self.q.shape[0] // self.k.shape[0], self.q_pos[which]
         keys, pos = (x.repeat_interleave(group, 0) for x in (self.k.float(), self.pos))
         logits = self.capped(torch.einsum("hid,hjd->hij", self.q[:, which].float() * self.scale, keys))
@@ -156,7 +161,8 @@ class LayerTensors(ABC):
 
     def capped(self, products: Tensor) -> Tensor:
         """Logits, of products of queries and keys that have the factor in them: some models cap them. Before keys are
-        masked."""
+        masked.
+        """
         return products
 
     def softmax(self, logits: Tensor) -> Tensor:
@@ -215,7 +221,8 @@ class Statistic(ABC):
 
     def of_token(self, k: Tensor, v: Tensor) -> Tensor:
         """fp32 [...]: the score of tokens as they are written, from keys and values [..., D]. What says anything here
-        must not depend on rotary positions, which are off where a method stores keys without them."""
+        must not depend on rotary positions, which are off where a method stores keys without them.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not define of_token")
 
     def of_step(self, probability: Tensor, num_keys: Tensor, step: Tensor) -> Tensor:

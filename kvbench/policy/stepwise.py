@@ -76,7 +76,8 @@ class Stepwise(Ranked):
 
     def _allowed(self, view: DecodeView) -> Tensor:
         """int64 [S]: tokens that a list may hold, of the answer where the prompt is protected, and of the prompt's
-        length where a threshold decides."""
+        length where a threshold decides.
+        """
         if self.threshold is not None:
             return view.prompt_tokens
         if self.protect == "prompt":

@@ -121,7 +121,8 @@ class Tier:
 
     def per_channel(self, group: int, **more: int) -> "Tier":
         """This tier with scales of keys per channel over so many tokens, and other fields; formats that define their
-        scales themselves, or have none, stay."""
+        scales themselves, or have none, stay.
+        """
         if self.native or self.fp8 or self.has_form or min(self.k_bits, self.v_bits) == 16:
             return self
         return replace(self, k_axis="channel", k_group=group, **more)  # type: ignore[arg-type]

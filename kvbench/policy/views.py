@@ -1,5 +1,6 @@
 """Views that a policy plans from: copies, so that nothing done with them reaches the cache. Methods import these from
-`kvbench.policy`."""
+`kvbench.policy`.
+"""
 
 from abc import ABC, abstractmethod
 from typing import Any, Literal, Self
@@ -158,7 +159,8 @@ class DecodeView(View):
     @abstractmethod
     def budget_tokens(self, budget: Budget, tier: int = 0) -> Tensor:
         """int64 [S]: tokens per KV head that a budget allows each sequence, at least 1; a share of all tokens seen once
-        the incoming one counts."""
+        the incoming one counts.
+        """
 
     @abstractmethod
     def num_slots(self, tier: int) -> Tensor:

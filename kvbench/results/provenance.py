@@ -1,5 +1,6 @@
 """The provenance of a result: library versions, the state of the source tree, the machine, and a hash of the code that
-made it."""
+made it.
+"""
 
 import importlib.metadata
 import os
@@ -76,7 +77,8 @@ class Machine:
 
     def differences(self, before: "Machine | None") -> list[str]:
         """Differences to the machine of before that can change a number, with both values; empty where that is
-        unknown."""
+        unknown.
+        """
         facts = {"device": "device", "host": "system", "num_threads": "threads", "torch_isa": "torch's instructions"}
         facts["modes"] = "modes of libraries"
         pairs = [(text, getattr(before, name, None), getattr(self, name)) for name, text in facts.items()]

@@ -284,7 +284,8 @@ class RunRecord:
     @property
     def contradiction(self) -> str:
         """Contradictions between its claims (task, metrics) and its identity or the task's declaration; empty without
-        any."""
+        any.
+        """
         task, method = (
             part_settings if isinstance(part_settings := self.identity.get(part), dict) else {} for part in _SETTINGS
         )

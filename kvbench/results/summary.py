@@ -78,7 +78,8 @@ def metrics(
 def fidelity(records: Sequence[SampleRecord], weighting: Weighting = "subset") -> dict[str, Estimate]:
     """Teacher-forced measurements over the records that have them, each with its own number of samples; empty when none
     has. An answer of one token, which the prompt's exact pass predicts, has none, and one that copies the prompt
-    throughout has no `kl_new`."""
+    throughout has no `kl_new`.
+    """
     names = dict.fromkeys(name for record in records for name in record.get("fidelity") or ())
     result = {}
     for name in names:
@@ -147,14 +148,16 @@ def flatten(record: Mapping[str, Any]) -> dict[str, float]:
 
 def for_task(records: Iterable[SampleRecord]) -> list[dict[str, Any]]:
     """The records as a task's own aggregate may read them: an answer with a score that was not finite did not end well,
-    and its status here is `nan`."""
+    and its status here is `nan`.
+    """
     not_finite = {"status": "nan", "scores": {}}
     return [dict(record) | (not_finite if None in record["scores"].values() else {}) for record in records]
 
 
 def means(dicts: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """Mean of every number over the dicts; a number that some dict lacks counts as 0 there, as an item of a ledger
-    does."""
+    does.
+    """
     rows = [flatten(item) for item in dicts if item]
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: sum(row.get(name, 0.0) for row in rows) / len(rows) for name in names}

@@ -143,7 +143,8 @@ class Sweep:
 
     def states(self) -> dict[int, State]:
         """State of every job. `lost`: it was begun and its process is gone without an ending, as after a
-        kill."""
+        kill.
+        """
         begun = self.jobs()
         numbers = sorted({*range(1, len(self.record().jobs) + 1), *begun})
         return {number: self._state(begun.get(number)) for number in numbers}
@@ -157,7 +158,8 @@ class Sweep:
 
     def left_s(self) -> float | None:
         """Seconds until the last job ends, if those that are left compute for as long as those that had to compute
-        something; None where none of these has ended."""
+        something; None where none of these has ended.
+        """
         ended = [job for job in self.jobs().values() if job.ended and job.num_done]
         open_jobs = sum(state in ("left", "running") for state in self.states().values())
         if not ended:
@@ -176,7 +178,8 @@ def sweeps(results_dir: Path) -> list[Sweep]:
 
 def process_sweep(results_dir: Path) -> Sweep:
     """The last sweep that this process started below a folder; sweeps of other processes and damaged records are
-    skipped."""
+    skipped.
+    """
     matching, here = [], _here()
     for one in sweeps(results_dir):
         with suppress(ValueError, OSError):

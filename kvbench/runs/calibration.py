@@ -126,7 +126,8 @@ def said(calibration: Calibration) -> str:
 
 def lacks(method: Mapping[str, Any], model: str) -> str:
     """Note that a method runs with its paper's settings where files exist for other models only; empty where it needs
-    none."""
+    none.
+    """
     for _, content in of_method(method.get("_target_")):
         replaced = content["replaces"]
         if all(method.get(key) == replaced[key] for key in replaced):

@@ -21,7 +21,8 @@ _STORE = "store."
 
 def read_choice(group: str, text: str, *more: str) -> dict[str, Any]:
     """Parse a choice of `group` (`method` or `model`) and its settings, without the group's name, from a string such as
-    `kivi bits=2`, with `more` settings in the same form; ValueError for an unknown one."""
+    `kivi bits=2`, with `more` settings in the same form; ValueError for an unknown one.
+    """
     name, *changes = [*str(text).split(), *more] or [""]
     known = options(group)
     if name not in known:

@@ -143,7 +143,8 @@ def run_one(run_request: RunRequest, parts: Loaders) -> Run:
 class _Lane:
     """A run in the rotation. `at` is the index of the prompt that it reads next, infinite while it waits for another
     run; `step` the decode step that is due before; `ended` its outcome; `number` that of its job, None for a
-    reference."""
+    reference.
+    """
 
     def __init__(self, wanted: Wanted, steps: Steps, number: int | None) -> None:
         self.number, self.at = number, -math.inf
@@ -310,7 +311,8 @@ class _CrossRunBatch:
 
     def _look_at_memory(self, experiment: Experiment) -> None:
         """Set the number of concurrent runs, and with `batch_size=auto` of requests of each, so that their caches, each
-        counted as a full one, and the current prompt take half of the free memory."""
+        counted as a full one, and the current prompt take half of the free memory.
+        """
         from kvbench.kernels import memory
         from kvbench.kernels.bench import machine
 

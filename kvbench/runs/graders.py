@@ -42,7 +42,8 @@ class GraderPool:
 
     def do(self, work: Callable[[], Any], take: Callable[[Any], None]) -> None:
         """Submit a piece of work; `take` gets its result in the caller's thread, now, in a later call or at the end of
-        the block. Raises errors of `take` or of earlier work."""
+        the block. Raises errors of `take` or of earlier work.
+        """
         if not self.workers:
             take(work())
             return

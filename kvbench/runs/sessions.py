@@ -54,7 +54,8 @@ def session_of(record: RunRecord, folder: Path, origin: Origin) -> Iterator[Sess
 @contextmanager
 def recording_end(record: RunRecord, folder: Path) -> Iterator[None]:
     """Record in a run's `run.json` the signal or error that ended it. A run that had ended is unchanged, and one that a
-    full disk ended stays `running`."""
+    full disk ended stays `running`.
+    """
     try:
         yield
     except BaseException as error:

@@ -111,7 +111,8 @@ class LiveBar:
 
 class Progress:
     """Shows samples done, tokens per second, cache bytes and time left; `done` of the total are those that an earlier
-    session had finished. A stream that is a terminal gets the live bar."""
+    session had finished. A stream that is a terminal gets the live bar.
+    """
 
     def __init__(
         self, label: str, total: int, done: int = 0, *, stream: TextIO | None = None, unit: str = "samples"

@@ -17,7 +17,8 @@ NO_INTERVAL = "[no interval]"  # in the place of an interval that cannot be comp
 
 class PlainConsole(Console):
     """A console that interprets no text, neither rich's markup nor a terminal's escape: names in tables,
-    titles, notes and bars may come from anywhere."""
+    titles, notes and bars may come from anywhere.
+    """
 
     def __init__(self, *, file: TextIO | None = None, width: int | None = None) -> None:
         # In a notebook rich would show output that is meant for a file.
@@ -48,7 +49,8 @@ def console(width: int | None = None, *, file: TextIO | None = None) -> Console:
 
 class PlainTable(Table):
     """A table that is split by columns where a word of a heading or of a cell would be cut; each part has the first
-    column."""
+    column.
+    """
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """The table, or its parts with an empty line between two."""

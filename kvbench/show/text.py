@@ -10,7 +10,8 @@ ESCAPES = {"\n": "\\n", "\t": "\\t"}
 
 def visible(text: str) -> str:
     """A text of several lines without terminal controls: control characters, escapes, bidirectional marks, lone
-    surrogates."""
+    surrogates.
+    """
     if text.isprintable():
         return text
     return "\n".join(line if line.isprintable() else _flat(line) for line in text.split("\n"))
@@ -18,7 +19,8 @@ def visible(text: str) -> str:
 
 def safe(text: object, length: int = NAME_LENGTH) -> str:
     """A name or an answer, or anything as Python prints it, as one line of visible text; a longer one loses its
-    middle."""
+    middle.
+    """
     flat = str(text)
     if len(flat) > length:  # far more than is shown need not be looked at
         flat = f"{flat[:length]}{flat[-length:]}" if len(flat) > 2 * length else flat

@@ -208,7 +208,8 @@ def _stepped(
 
 class _Kinds:
     """Lists by what a prompt's plan put into them: `kind` int64 [L, H] names one of `plans`, and `first` the first list
-    that has each."""
+    that has each.
+    """
 
     def __init__(self, store: CompressedStore, row: int, plans: Sequence[LayerPlan]) -> None:
         self._policy, self._spec = store.policy, store.policy.score
@@ -297,7 +298,8 @@ class _Due(Compaction):
 
 class _AllLists(SlotsView):
     """All lists of a model as a policy sees them, of which `few` shows one of each kind; `kind` int64 [L, H] says which
-    a list has, and `budgets` is a view of the model's own store."""
+    a list has, and `budgets` is a view of the model's own store.
+    """
 
     def __init__(self, few: SlotsView, budgets: DecodeView, kind: Tensor) -> None:
         super().__init__(few._spec)

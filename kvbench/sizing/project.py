@@ -23,7 +23,8 @@ GLANCE_TOKENS = 1024  # a prompt long enough to tell whether it decides
 @dataclass(frozen=True, kw_only=True)
 class Projection:
     """The ledger of one sequence that is not there: its items and their sum as `Ledger.itemise` gives them, and the
-    bytes of an FP16 full cache of the same tokens, windows and states included."""
+    bytes of an FP16 full cache of the same tokens, windows and states included.
+    """
 
     items: dict[str, int]
     fp16_bytes: int
@@ -84,7 +85,8 @@ def _both(*sizes: Any) -> tuple[Projection, Projection]:
 
 def keeps_all(policy: Policy, projection: Projection, fp16_bytes: int) -> bool:
     """True where as much is held as of all tokens, whose keys and values take `fp16_bytes` in the layers on which the
-    method acts; a method that holds less has begun to decide."""
+    method acts; a method that holds less has begun to decide.
+    """
     bits = min(tier.k_bits + tier.v_bits for tier in policy.tiers)  # of a key's and a value's number
     return 32 * projection.items["payload_bytes"] >= bits * fp16_bytes
 

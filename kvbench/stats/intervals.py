@@ -136,7 +136,8 @@ def estimate(
 
 def _graded(strata: Strata) -> tuple[float, float] | None:
     """Interval of a weighted mean of values that are not all yes or no. A subset that is all right has no spread, yet
-    doubt remains: it contributes Wilson's interval. The others contribute one bootstrap interval together."""
+    doubt remains: it contributes Wilson's interval. The others contribute one bootstrap interval together.
+    """
     same = [bool(all(item in BINARY for item in values)) and not has_spread(values) for values in strata.values]
     if not any(same):
         return studentised.interval(strata)

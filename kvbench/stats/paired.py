@@ -116,7 +116,8 @@ class Paired:
 
     def p_beyond(self, margin: float) -> float | None:
         """Two-sided p value of a difference that is no larger than a margin; `p` with margin 0, None where that is
-        None."""
+        None.
+        """
         if margin == 0:
             return self.p
         if abs(self.value) <= margin or self.few_differ:
@@ -222,7 +223,8 @@ class Paired:
 
     def detectable(self, level: float = ALPHA) -> float | None:
         """The smallest true difference that `p` shows with 80 % probability, below a level that is divided by the rows
-        corrected together; None where it cannot be known, or none would."""
+        corrected together; None where it cannot be known, or none would.
+        """
         if self.pairs is not None or self.few_differ:
             return binomial.detectable(self.churn, int(self.strata.effective_count + 1e-9), level)
         if self.error is None or 2.0 ** (1 - self.num_different) >= level:
@@ -231,7 +233,8 @@ class Paired:
 
     def needed(self, difference: float, level: float = ALPHA) -> int | None:
         """Number of samples that would show a true difference of this size with 80 % probability, at the churn or the
-        spread seen here; None where that is not known, or without bounds."""
+        spread seen here; None where that is not known, or without bounds.
+        """
         if self.pairs is not None or self.few_differ:
             return binomial.samples_needed(difference, self.churn, level)
         if self.error is None:
@@ -302,7 +305,8 @@ def difference(
 
 def paired(groups: Mapping[str, Sequence[Pair]], weighting: Weighting = "subset", **settings: Any) -> Paired | None:
     """`difference` of the pairs of each subset, weighed as `weighed` says; None without a pair. Raises ValueError for a
-    value that is not finite: of such a pair there is no difference."""
+    value that is not finite: of such a pair there is no difference.
+    """
     filled = [np.array(pairs, dtype=float) for pairs in groups.values() if pairs]
     if not filled:
         return None

@@ -89,7 +89,8 @@ class Share:
     @cached_property
     def interval(self) -> tuple[Ends | None, str]:
         """95 % interval and how it was computed; None and an empty name where nothing can be said, or where the whole
-        may be 0. It reaches 0 wherever the test does not exclude a difference of 0."""
+        may be 0. It reaches 0 wherever the test does not exclude a difference of 0.
+        """
         ends, name = self._raw_interval()
         if ends is None or self.gap.p is None:
             return None, ""
@@ -149,7 +150,8 @@ class Share:
 
     def _ends(self, both: float, below: Ends, above: Ends) -> Ends | None:
         """The two shares, less 1, at reaches of `mine` and `theirs`, in `_unit`, and their correlation; None where the
-        whole's own interval has 0."""
+        whole's own interval has 0.
+        """
         mine, whole, roots = float(self.mine.mean()) / self._unit, self.whole / self._unit, []
         for sign, (reach, of_whole) in ((-1, below), (1, above)):
             rest = whole**2 - of_whole**2
@@ -172,7 +174,8 @@ def _covariance(one: Strata, other: Strata) -> float:
 
 def share(mine: Strata, theirs: Strata, **how: Any) -> Share | None:
     """The first mean as a share of the second, of values of the same samples; `how` as in `paired.difference`. None
-    where the second mean is not above 0."""
+    where the second mean is not above 0.
+    """
     if float(theirs.mean()) <= 0:
         return None
     return Share(gap=difference(mine, theirs, **how), mine=mine, theirs=theirs)

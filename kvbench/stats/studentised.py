@@ -73,7 +73,8 @@ def _stretched(values: np.ndarray) -> np.ndarray:
 
 def t_blocks(strata: Strata, resamples: int, seed: int) -> Iterator[np.ndarray]:
     """The t statistic [up to BLOCK, columns] of each resample of values [n, columns], which share their draws, a block
-    at a time; infinite where a resample has no spread and another mean. Every subset has at least two samples."""
+    at a time; infinite where a resample has no spread and another mean. Every subset has at least two samples.
+    """
     sizes, pools = strata.sizes, _pools(strata.sizes)
     residuals = [_stretched(values) for values in strata.values]
     unit = unit_of(*residuals)  # in which t is the same

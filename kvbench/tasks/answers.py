@@ -46,7 +46,8 @@ def final_answer(text: str, find: Callable[[str], T | None], opened: bool = Fals
     """The answer that `find` extracts from the text behind the thoughts; None for none, and where the thoughts have no
     end.
 
-    Characters that nobody sees are no part of an answer."""
+    Characters that nobody sees are no part of an answer.
+    """
     rest = after_thinking(text, opened)
     return None if rest is None else find(visible(rest))
 
@@ -84,7 +85,7 @@ def graded_text(request: Request, text: str) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    """The content of the last `\\boxed{...}` (or `\\fbox`, `\\framebox`) that is complete; None without one.
+    r"""The content of the last `\\boxed{...}` (or `\\fbox`, `\\framebox`) that is complete; None without one.
 
     Braces are balanced; `\\boxed 5` gives the next word, as TeX would nearly do, and `\\boxed5` the number.
     """

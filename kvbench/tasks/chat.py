@@ -1,5 +1,6 @@
 """Chat templates: programs of a model's maker that write a conversation as text. They are told a fixed date and draw
-the same random numbers at every start, their time and memory are bounded, and their faults name the model."""
+the same random numbers at every start, their time and memory are bounded, and their faults name the model.
+"""
 
 import random
 import re
@@ -133,7 +134,8 @@ def _faulty(model: "LoadedModel", fault: str) -> ValueError:
 @contextmanager
 def _same_always(now: datetime) -> Iterator[None]:
     """Fix the time that chat templates get from transformers (`strftime_now`), which takes no function, and the random
-    numbers of Jinja (`random` and `lipsum`)."""
+    numbers of Jinja (`random` and `lipsum`).
+    """
     from transformers.utils import chat_template_utils
 
     class Stopped(datetime):

@@ -39,7 +39,8 @@ _SIGN = re.compile(r"\\[{}]|[()\[\]{},]|\\.", re.DOTALL)
 
 def plain_symbols(latex: str) -> str:
     """The text with the hyphen for a minus, LaTeX's names of other symbols, no sizes of brackets, and no marks between
-    thousands but commas."""
+    thousands but commas.
+    """
     for sign, name in _NAMES.items():
         latex = latex.replace(sign, name)
     latex = _ROOT.sub(lambda root: f"\\sqrt{{{root[1] or root[2]}}}", _SIZES.sub("", latex))
@@ -55,9 +56,10 @@ def normalise(latex: str) -> str:
 
 
 def form(latex: str) -> str:
-    """The brackets around the several things that an answer is: `()` for a point, `(]` for an interval, ...
+    r"""The brackets around the several things that an answer is: `()` for a point, `(]` for an interval, ...
 
-    `\\{\\}` for a set and for a bare list; empty for a single thing, and for what is made of such parts."""
+    `\\{\\}` for a set and for a bare list; empty for a single thing, and for what is made of such parts.
+    """
     bare = _MEMBER.sub("", normalise(latex))
     if _THOUSANDS.fullmatch(bare):
         return ""
@@ -91,13 +93,13 @@ def _base(latex: str) -> str:
 
 
 def _relation(latex: str) -> str:
-    """The relation that stands in front of everything, such as `ne` for `\\neq 5`; empty without one."""
+    r"""The relation that stands in front of everything, such as `ne` for `\\neq 5`; empty without one."""
     match = _RELATION.match(normalise(latex))
     return {"<": "lt", ">": "gt"}.get(match[0], match[0][1:3]) if match else ""
 
 
 def equivalent(reference: str, answer: str) -> bool:
-    """Compare two final answers: as text after `normalise`, or as mathematics.
+    r"""Compare two final answers: as text after `normalise`, or as mathematics.
 
     MATH has three published graders: Hendrycks' (equal texts in a normal form), Minerva's (sympy), and math-verify.
     What all three say is kept. Where they differ, mathematics decides.

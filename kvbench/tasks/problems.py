@@ -1,5 +1,6 @@
 """Tasks of problems that are answered right or wrong: requests, graders, and how the scores of many answers are summed
-up."""
+up.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,7 +54,8 @@ class ProblemSet(TaskSet):
 
     def aggregate(self, records: Iterable[dict]) -> dict:
         """As `TaskSet.aggregate`, and further `sampling` (avg@n, pass@k, maj@k; only with several answers per
-        problem) and `groups` (the means by `group_by`)."""
+        problem) and `groups` (the means by `group_by`).
+        """
         records = list(records)
         result = super().aggregate(records)
         vote = self._vote if self.problems.votes else None

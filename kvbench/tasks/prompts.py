@@ -355,7 +355,8 @@ class PromptBuilder:
 
     def _gold(self, ids: list[int], rendered: str, gold: str, begins: bool = True) -> tuple[int, ...]:
         """Tokens of the reference answer as it would follow the prompt: after a space unless one is there already;
-        `begins` says whether the prompt begins the text."""
+        `begins` says whether the prompt begins the text.
+        """
         if not gold:
             return ()
         if not rendered[-1:].isspace() and not gold[:1].isspace():

@@ -188,7 +188,8 @@ class Task(ABC):
     @classmethod
     def reads_folder(cls, folder: str) -> bool:
         """Tell whether a folder of data may be named to the task: always where the task cannot do without its data;
-        else where the folder holds some of it."""
+        else where the folder holds some of it.
+        """
         return True
 
     def data(self, seed: int, protocol: Protocol) -> Any:
@@ -254,7 +255,8 @@ def names_of(
     known: Sequence[str], groups: Mapping[str, Sequence[str]] | None = None, *, of_files: bool = False
 ) -> Several:
     """The rule of a setting that lists names; `groups` are short names that stand for several of the known ones. Names
-    `of_files` may have `AVAILABLE` among them, see `at_hand_of`."""
+    `of_files` may have `AVAILABLE` among them, see `at_hand_of`.
+    """
     name = Choice((*(groups or ()), *known, *((AVAILABLE,) if of_files else ())))
     return Several(name, alone=name)
 

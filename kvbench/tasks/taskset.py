@@ -77,7 +77,8 @@ class TaskSet:
 
     def score(self, request: Request, text: str) -> dict[str, float]:
         """Score one answer as it was generated: metric -> value in [0, 1], for every name in `metrics`, and 1 for each
-        of `FLAGS` that the scorer set."""
+        of `FLAGS` that the scorer set.
+        """
         scores = self.scorer(request.sample_id, graded_text(request, text))
         return {name: float(scores[name]) for name in (*self.metrics, *(flag for flag in FLAGS if scores.get(flag)))}
 

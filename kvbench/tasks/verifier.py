@@ -1,7 +1,8 @@
 """math-verify in a process of its own, which a time limit can end whatever it is doing.
 
 sympy may chew on ten characters for hours, in C code that no exception interrupts, or take all memory. Alarms inside
-math-verify reach the main thread only, and what they stop counts as a wrong answer without a word."""
+math-verify reach the main thread only, and what they stop counts as a wrong answer without a word.
+"""
 
 import atexit
 import contextlib
@@ -135,7 +136,8 @@ def _relative(near: Callable[..., bool]) -> Callable[..., bool]:
 
 def _same(a: Any, b: Any) -> bool:
     """Tell whether two sympy expressions are one number: exactly, or to `DECIMALS` digits where one has decimals; also
-    True where they are no numbers."""
+    True where they are no numbers.
+    """
     from sympy import Expr, Float, Rational
 
     if not isinstance(a, Expr) or not isinstance(b, Expr):

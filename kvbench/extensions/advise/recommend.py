@@ -1,5 +1,6 @@
 """One recommendation: the setting, its bytes, its measurements, the risk with its bound, and the run that would
-decide."""
+decide.
+"""
 
 import math
 import shlex
@@ -41,7 +42,8 @@ class Choice:
 
 def evidence_of(item: Advice) -> Quality | None:
     """The measurement of a method that counts for the target model: its own before that of a model near
-    it, and of these the one with more samples; None where nothing near was measured."""
+    it, and of these the one with more samples; None where nothing near was measured.
+    """
     target = item.target
     qualities = [quality for quality in item.quality if counts(quality, target)]
     return max(qualities, key=lambda quality: (quality.same_model, quality.num_samples), default=None)
@@ -75,7 +77,8 @@ def choose(ranked: Sequence[Advice]) -> Choice | None:
 
 def _lost_elsewhere(item: Advice) -> bool:
     """True for a method that lost more than the margin wherever it was measured: no evidence for the target, and a
-    poor first choice."""
+    poor first choice.
+    """
     return bool(item.quality) and all(quality.lost > item.target.margin for quality in item.quality)
 
 

@@ -32,7 +32,8 @@ def is_study(folder: object) -> bool:
 
 def shares_in_study(method: str, policy: object, model: str = "") -> tuple[list[float], str]:
     """The shares of tiers that the studies measured of a method's policy, over all its runs on one model, and that
-    model: the wanted one where it was measured; none where no study has such a run."""
+    model: the wanted one where it was measured; none where no study has such a run.
+    """
     filters = (None, None, [method])
     runs = [one for root in study_folders() for one in find_runs(root, {}, filters)]
     same = [one for one in runs if repr(policy_of(one[1].identity)) == repr(policy)]
@@ -77,7 +78,8 @@ def _rows(name: str) -> list[dict[str, str]]:
 @cache
 def losses(metric: str) -> list[StudyLoss]:
     """Losses of a metric in the tables of the repository's studies: of the generated questions over both of their
-    lengths, of the benchmarks task by task. Empty where the studies are absent, or have no such metric."""
+    lengths, of the benchmarks task by task. Empty where the studies are absent, or have no such metric.
+    """
     pooled = [row for row in _rows("measures.csv") if row["group"].startswith(POOLED)]
     both = [{"study": STUDY, "task": "longctx", "model": row["group"].rpartition(" ")[2], **row} for row in pooled]
     both += [{"study": BENCHMARKS, **row} for row in _rows("benchmarks.csv")]

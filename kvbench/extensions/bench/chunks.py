@@ -72,7 +72,8 @@ def _key(x: Tensor) -> int:
 
 def main(order: dict) -> dict[str, dict[str, int]]:
     """Bytes of both forms, of all tensors alive at the worst moment but the weights, and of the ledger: for a method's
-    string, so many tokens of a random context, and a chunk; of a small random model by default."""
+    string, so many tokens of a random context, and a chunk; of a small random model by default.
+    """
     model = choices.make_model(order.get("model", MODEL), order.get("device", "cpu"))
     make = torch.Generator().manual_seed(0)
     prompt = torch.randint(1, 256, (order["context"],), generator=make).tolist()

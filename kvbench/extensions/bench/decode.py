@@ -96,7 +96,8 @@ class WholeModel(Methods):
 
     def stepping(self, name: str, decoder: Decoder | Graphed, answers: list[list[int]], **extra: Any) -> Variant:
         """`steps` decode steps at a time, with the tokens of each row that follow the prompts, which the decoder has
-        read; every timing continues from the last one."""
+        read; every timing continues from the last one.
+        """
         tokens = zip(*answers, strict=True)
 
         def call(_: int) -> None:
@@ -272,7 +273,8 @@ def static_variant(
 
 def prompt_variants(settings: Settings, models: Mapping[str, LoadedModel]) -> list[Variant]:
     """One prompt, read into an empty cache in each timing. Its own answer is exact for every method: all are held to
-    that of the first model's own cache."""
+    that of the first model's own cache.
+    """
     exact = None
     variants = []
     for mark, model in models.items():

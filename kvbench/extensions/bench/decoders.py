@@ -81,7 +81,8 @@ class StoreDecoder:
 
     def repeat(self, rows: int) -> None:
         """Copies rows in turn until there are as many, in pages of their own: pages that rows share would be read from
-        a processor's cache."""
+        a processor's cache.
+        """
         held = list(self.rows)
         self.rows += [self.runner.fork(held[row % len(held)], share=False) for row in range(len(held), rows)]
 
@@ -104,7 +105,8 @@ class StoreDecoder:
 
     def step_error(self, token: int) -> float:
         """Difference of one step behind the first prompt between this decoder and a runner of its own on the plain
-        reference, as a share of the largest logit."""
+        reference, as a share of the largest logit.
+        """
         self.focus()
         row = self.runner.fork(self.rows[0], share=False)
         logits = self.runner.step([row], [token])[0].clone()
@@ -151,7 +153,8 @@ class Graphed:
 
     def step_error(self, token: int) -> float:
         """Difference of one replayed step of the first row from an eager one, as a share of the largest logit; the
-        first steps, which warm up and capture, are made here. Infinite where none was replayed."""
+        first steps, which warm up and capture, are made here. Infinite where none was replayed.
+        """
         self.focus()
         rows, runner = self.decoder.rows, self.runner
         for _ in range(WARM_STEPS):
@@ -170,7 +173,8 @@ class Graphed:
 
 class PeerDecoder:
     """transformers' forward with one of its caches (see `hf.native_cache`); all rows share one length, so nothing is
-    padded."""
+    padded.
+    """
 
     logits: Tensor
 
@@ -239,7 +243,8 @@ class StaticDecoder(PeerDecoder):
 
 def capture_on(device: torch.device) -> Capture:
     """The capture of one cache's steps: CUDA graphs, or on a CPU, where kernels are interpreted, what stands for
-    them."""
+    them.
+    """
     if device.type == "cuda":
         return cuda_graphs()
     from kvbench.kernels.gpu.emulator import record
@@ -257,7 +262,8 @@ def relative(logits: Tensor, exact: Tensor) -> float:
 
 def reset(device: str) -> int:
     """Forgets earlier peaks of the resident memory of this process, or of the GPU's allocator; returns the bytes in use
-    now. Raises OSError where the system keeps no mark that can be reset (it needs Linux's /proc/self/clear_refs)."""
+    now. Raises OSError where the system keeps no mark that can be reset (it needs Linux's /proc/self/clear_refs).
+    """
     if device != "cpu":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats(device)
@@ -274,7 +280,8 @@ def _status(field: str) -> int:
 def peak_bytes(order: dict) -> int:
     """Bytes that reading one prompt adds at its worst moment, in a process of its own: of a model on a device, with a
     number of threads, so many tokens of context, and a method's string with the kernels, or the kind of transformers'
-    own cache."""
+    own cache.
+    """
     torch.set_num_threads(order["threads"])
     device, context = order["device"], order["context"]
     model = choices.make_model(order["model"], device)

@@ -254,7 +254,8 @@ class Serving:
         self, settings: Settings, make: Callable[..., Engine], policy: Policy, options: StoreOptions
     ) -> tuple[int, int]:
         """Requests at once, and bytes for their pages: as many as the memory holds with all of an average request, or,
-        where that is more, with tables and buffers in half of it, since few requests are at their end at once."""
+        where that is more, with tables and buffers in half of it, since few requests are at their end at once.
+        """
         engine = make(store=options, batch_size=1)
         engine.open_batch(RequestQueue(self._requests), on_outcome=print)
         held = int(settings.kv_mb * 1e6)
@@ -343,7 +344,8 @@ class _Noting(RequestQueue):
 
 def figures(runs: list[dict], ttft_s: float, tpot_s: float) -> dict[str, Any]:
     """Figures of a row of the table: percentiles of both latencies, rates per second, requests per second within both
-    targets (`goodput_per_s`), and pages over time of the first run."""
+    targets (`goodput_per_s`), and pages over time of the first run.
+    """
 
     def every(name: str) -> list:
         return [each for run in runs for each in run[name]]

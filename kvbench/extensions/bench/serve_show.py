@@ -24,7 +24,8 @@ MEASURED = ("tokens_per_s", "ttft_p50_s", "tpot_p50_s")
 
 def table(cells: Sequence[dict]) -> tuple[list[str], list[list[str]]]:
     """Headings and lines: one for each method at each rate; where pages ran out, how often that led to compressions; of
-    a simulation, over what was measured where it was."""
+    a simulation, over what was measured where it was.
+    """
     rows = [(cell["cell"], row) for cell in cells for row in cell["variants"]]
     measured_column = ["x measured"] if any(row.get("measured") for _, row in rows) else []
     squeezed = ["compressed"] if any(row.get("compressions") for _, row in rows) else []
@@ -75,7 +76,8 @@ def title(document: dict) -> str:
 
 def figure(document: dict) -> "Figure":
     """Both latencies (95 % of requests stay below) and the requests answered in time, over the rate at which requests
-    come; and the pages that are held over time in the last cell. Of requests that all come at once, points."""
+    come; and the pages that are held over time in the last cell. Of requests that all come at once, points.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter

@@ -97,7 +97,8 @@ def store_variants(
     method: str, settings: Settings, model: LoadedModel, text: list[list[int]], notes: list[str], prompts: PromptCache
 ) -> list[Variant]:
     """A method with as many sequences as fit at their final length, which is measured by answering once; on a GPU the
-    same sequences once more, with their steps replayed from a graph."""
+    same sequences once more, with their steps replayed from a graph.
+    """
     options: dict[str, Any] = {"new_tokens": settings.new_tokens, "prompts": prompts}
     trial = settings.decoder(model, method, rows=len(text), **options)
     trial.prefill([tokens[: settings.context] for tokens in text])

@@ -32,7 +32,8 @@ class Times:
 
     def step_s(self, rows: int, tokens: int) -> float:
         """Seconds of a step: between the numbers of rows that were measured on a line, beyond them on the line through
-        all; tokens held beyond their mean at that number of rows cost what they cost on average."""
+        all; tokens held beyond their mean at that number of rows cost what they cost on average.
+        """
         return self._steps(rows, tokens)
 
     def prompt_s(self, tokens: int) -> float:
@@ -71,7 +72,8 @@ def summary(
     steps: Sequence[tuple[int, int, float]], prompts: Sequence[tuple[int, float]], ends: Sequence[tuple[int, int, int]]
 ) -> dict[str, list]:
     """Summarise a load for a document, as `Times` takes it: means over steps with equal rows, split into those that
-    hold less and more, and over prompts of about one length."""
+    hold less and more, and over prompts of about one length.
+    """
     by_rows = defaultdict(list)
     for step in sorted(steps):
         by_rows[step[0]].append(step)
@@ -111,7 +113,8 @@ class Measured:
 
 def read_times(paths: Sequence[Path]) -> Measured:
     """The times in documents of `bench what=serve` and `what=decode`; ValueError where one has none, or they are of
-    several models or machines."""
+    several models or machines.
+    """
     methods: dict[str, Times] = defaultdict(Times)
     cells: list[tuple[dict, dict]] = []
     said: dict[tuple, Path] = {}

@@ -1,5 +1,6 @@
 """From measured trials to a choice: what each loses against the full cache, what it holds, and which is the cheapest
-that loses no more than the margin, or has the highest score; and how often that confirms what it should not."""
+that loses no more than the margin, or has the highest score; and how often that confirms what it should not.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -84,7 +85,8 @@ def evaluate(trial: Trial, reference: Trial, rule: Rule) -> Measured:
 
 def loss(trial: Trial, reference: Trial, criterion: str, rule: Rule) -> Estimate:
     """The loss of a trial with its paired 95 % interval, positive when worse; the interval has no width where every
-    sample loses the same NLL or KL, most often none."""
+    sample loses the same NLL or KL, most often none.
+    """
     losses, what = losses_of(trial, reference, criterion, rule)
     if losses is None:
         return Estimate()

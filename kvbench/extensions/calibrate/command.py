@@ -133,7 +133,8 @@ def read_experiment(settings: dict, command: str) -> DictConfig:
 @contextmanager
 def opened(folder: Path, sweep: Sweep, decides: dict[str, Any]) -> Iterator[tuple[Path, str]]:
     """Lock a folder and its subfolder for the deciding settings, both without litter; yields the subfolder and its full
-    hash."""
+    hash.
+    """
     digest = identity.hash_identity({name: identity.canonical(value) for name, value in decides.items()})
     result_folder = folder / digest[: identity.HASH_DIGITS]
     with run_lock(folder, say=note):
@@ -169,7 +170,8 @@ def load_samples(cfg: DictConfig, plan: Plan, parts: Loaders, model: LoadedModel
 
 def _tune(sweep: Sweep, plan: Plan, task: TaskSet, result: Result) -> Measured | None:
     """Choose the settings one after the other; returns the choice of the last stage, or None at once when no value of a
-    grid is good enough. The stages are appended to `result`."""
+    grid is good enough. The stages are appended to `result`.
+    """
     full = sweep.full(task)
     chosen: dict[str, Number] = {}
     tuned = None
@@ -230,7 +232,8 @@ def _judged(sweep: Sweep, plan: Plan, task: TaskSet, default: Trial, tuned: Meas
 
 def _earlier_looks(folder: Path, digest: str, held_out: str) -> int:
     """Count the other calibrations of the method, with another margin, grid or rule, judged on the same held-out
-    samples: repeated looks find a passing setting by chance."""
+    samples: repeated looks find a passing setting by chance.
+    """
     count = 0
     for path in folder.glob("*/calibration.json"):
         try:

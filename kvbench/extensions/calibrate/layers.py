@@ -32,7 +32,8 @@ AROUND = ("gentle", "harsh")
 @dataclass(frozen=True, kw_only=True)
 class LayerPlan:
     """The settings of a search over layers: the precisions that a layer may have, the gentlest first; what the others
-    have while one is measured, the `gentle` end of these or the `harsh` one; and how many tables are measured."""
+    have while one is measured, the `gentle` end of these or the `harsh` one; and how many tables are measured.
+    """
 
     tiers: tuple[str, ...]
     around: str

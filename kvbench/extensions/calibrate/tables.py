@@ -1,6 +1,7 @@
 """The commands `gates`, `centres`, `books` and `scales` run a model over prompts to make the table of numbers that a
 method needs of it: which heads look far back (`duo_attention`), where each head's queries gather (`triattention`), with
-which levels and scales keys and values are coded (`kvquant`), and what `fp8` divides them by."""
+which levels and scales keys and values are coded (`kvquant`), and what `fp8` divides them by.
+"""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -290,14 +291,16 @@ def _books_of_layer(keys: Tensor, values: Tensor, outside: float) -> Tensor:
 
 def _counts(x: Tensor, zero: Tensor, scale: Tensor) -> Tensor:
     """fp64 [bins]: how many numbers lie in each sixteenth of a level of their range; those outside of it count at its
-    ends, and at 0 where the range is one point."""
+    ends, and at 0 where the range is one point.
+    """
     levels = ((x - zero) / torch.where(scale > 0, scale, torch.inf)).clamp(0, BOOK_TOP)
     return torch.bincount((levels * FINE).round().long().flatten(), minlength=BOOK_TOP * FINE + 1).double()
 
 
 def table_of(counts: Tensor, size: int) -> Tensor:
     """The levels that numbers are nearest to in the mean, by k-means in one dimension: int64 [size], ascending, each
-    level once, from fp64 [255 * FINE + 1] how many numbers lie in each bin."""
+    level once, from fp64 [255 * FINE + 1] how many numbers lie in each bin.
+    """
     levels = torch.arange(len(counts), dtype=torch.float64) / FINE
     number, total = (torch.cat([x.new_zeros(1), x.cumsum(0)]) for x in (counts, counts * levels))
     share = (torch.arange(size, dtype=torch.float64) + 0.5) / size * number[-1]

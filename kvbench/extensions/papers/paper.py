@@ -236,7 +236,8 @@ def _of_model(words: Sequence[str]) -> list[str]:
 
 def plan(paper: Paper, entry: Entry, cfg: DictConfig, others: list[str], arguments: list[str]) -> int:
     """Say what an entry would run: samples and data that are missing, with no model loaded; `plan=timed` also time by a
-    rate measured here, memory and disk; its further commands; and the words that start it, here and on a cluster."""
+    rate measured here, memory and disk; its further commands; and the words that start it, here and on a cluster.
+    """
     console = terminal.console()
     launcher = [word for word in others if word.startswith("hydra")]
     sweeping.check_launcher(["-m", *launcher])
@@ -283,7 +284,8 @@ def plan(paper: Paper, entry: Entry, cfg: DictConfig, others: list[str], argumen
 
 def _counted(jobs: Sequence[list[str]]) -> list[str]:
     """Count the samples of jobs, task by task, as they are published, and name missing data; no model is loaded, no row
-    read and nothing fetched."""
+    read and nothing fetched.
+    """
     from kvbench.config.compose import compose
     from kvbench.tasks import data_files
     from kvbench.tasks.files import at_hand

@@ -197,7 +197,8 @@ def csv_of(cells: Sequence[Cell]) -> bytes:
 
 def grid(cells: Sequence[Cell]) -> list[list[str]]:
     """The paper's table: a row for each printed model and row, its columns the tasks; below the printed row ours, where
-    there is one. The first line is the heading."""
+    there is one. The first line is the heading.
+    """
     if any(cell.printed["unit"] != "points" and cell.printed["metric"] not in SHARES for cell in cells):
         return _listed(cells)
     tasks = list(dict.fromkeys(str(cell.printed["task"]) for cell in cells))

@@ -68,7 +68,8 @@ def _cell(paper: Paper, entry: Entry, line: dict[str, Any], documents: Sequence[
 
 def _value(rows: Mapping[str, Mapping[str, Any]], name: str, key: Sequence[str]) -> Estimate | None:
     """A number of a row of a bench's cell: `ratio BASE` its speed over a baseline's, `part NAMES` the share of some
-    parts in its time, or a field, with `FIELD BASE` how far it is above that of another row."""
+    parts in its time, or a field, with `FIELD BASE` how far it is above that of another row.
+    """
     kind, *more = key
     if (row := rows.get(name + BY_PARTS if kind == "part" else name)) is None:
         return None
@@ -115,7 +116,8 @@ def _counted(
     line: dict[str, Any], row: str, scale: float, key: str, num_bytes: float | None, full: float | None
 ) -> Cell:
     """A size that is counted, or the share that it is below the full cache; reproduced where it has the printed
-    digits."""
+    digits.
+    """
     if num_bytes is None or not full:
         return Cell(printed=line, row=row)
     value = 1 - num_bytes / full if key == "saved" else num_bytes

@@ -143,7 +143,8 @@ def with_full(rows: "pd.DataFrame", table: list[str], column: str) -> "pd.DataFr
 
 def points(task: str, methods: Sequence[str]) -> list[PublishedPoint]:
     """Printed scores of a task and methods, by our names, that can stand in a picture: with a known memory share, and
-    an uncompressed cache in the same table."""
+    an uncompressed cache in the same table.
+    """
     frame = rows()
     frame = frame[(frame["task"].map(task_name) == task_name(task)) & (frame["unit"] == "points")]
     frame = with_full(frame, ["paper", "locator", "model", "metric"], "value").dropna(subset=["value_full"])
@@ -183,7 +184,8 @@ class PrintedShare(NamedTuple):
 
 def shares(method: str, model: str) -> list[PrintedShare]:
     """The rows that print the memory of a method, by our name, on a model; read without pandas, which takes longer to
-    load than `kvbench bytes` has to count."""
+    load than `kvbench bytes` has to count.
+    """
     text = (files(__package__) / "published.csv").read_text(encoding="utf-8")
     listed = [row for row in csv.DictReader(io.StringIO(text)) if method_name(row["method"]) == method_name(method)]
     each = [(row, float(row["memory_pct"] or "nan")) for row in listed if _untuned(row["model"]) == plain(model)]

@@ -108,7 +108,8 @@ def _there(one: Experiment) -> int:
 
 def _timed(full: Experiment, parts: Loaders) -> tuple[float, float, float, float]:
     """Time a few answers to the prompt of median length, which is read once: seconds per prompt token, seconds per
-    answer token, bytes of a record without tokens, and bytes per token."""
+    answer token, bytes of a record without tokens, and bytes per token.
+    """
     requests = sorted(full.task.requests, key=lambda request: request.num_prompt_tokens)
     middle = requests[len(requests) // 2]
     tokens = min(TRIAL_TOKENS, middle.answer_tokens or TRIAL_TOKENS)  # a task of forced texts asks for no answer

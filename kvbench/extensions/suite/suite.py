@@ -104,7 +104,8 @@ def run(
     announce: "Callable[[Jobs], None] | None" = None,
 ) -> int:
     """Run all jobs, and write the page; `command` is the user's command, which resumes it. `announce` is called
-    with the jobs first; by default it prints their preflight."""
+    with the jobs first; by default it prints their preflight.
+    """
     from kvbench.extensions.suite import preview
 
     announce = announce or preview.announce
@@ -185,7 +186,8 @@ def _reads_folder(task_cfg: DictConfig, folder: str) -> bool:
 
 def _methods(suite: Suite, cfg: DictConfig) -> list[list[str]]:
     """The lines of methods that are wanted, each of one choice: the suite's, others by their name alone, and the user's
-    own."""
+    own.
+    """
     known = [words for line in suite.methods for words in sweeping.combinations(shlex.split(line))]
     wanted = patterns(cfg.methods)
     if wanted is None:

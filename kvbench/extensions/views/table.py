@@ -38,7 +38,8 @@ def _interval(cell: Cell | None, table: PaperTable, cfg: DictConfig) -> str:
 
 def sheet(table: PaperTable, cfg: DictConfig) -> Sheet:
     """The table with `cfg.digits` decimals, an interval in every cell with `cfg.intervals`, else the average's alone;
-    with `cfg.by` as `method` a row for each subset, and a column for each run."""
+    with `cfg.by` as `method` a row for each subset, and a column for each run.
+    """
     last = [] if cfg.intervals else [INTERVAL]
     cells_by_row = [[(words, False) for words in ("run", BYTES[table.held], *table.columns.values(), *last)]]
     for row in table.rows:

@@ -129,7 +129,8 @@ def _column_of(group: Group, by: str) -> Callable[[SampleRecord], str]:
 
 def _bucket(tokens: int) -> str:
     """The power of two that a prompt fits in: `4k` has those of more than 2,048 and at most 4,096 tokens, `128` those
-    of more than 64 and at most 128."""
+    of more than 64 and at most 128.
+    """
     size = 1
     while size < tokens:
         size *= 2
@@ -282,7 +283,8 @@ def category_of(task: str, subset: str) -> str:
 
 def _subsets_of(task: str, there: list[str]) -> list[str]:
     """The columns of a task: all subsets of a benchmark that is known, in its own order, else those that some run
-    has."""
+    has.
+    """
     known = [name for part in BENCHMARKS.get(task, {}).values() for name in part]
     if there and {plain_subset(name) for name in there} <= set(known):
         extended = all(name.endswith("_e") for name in there)

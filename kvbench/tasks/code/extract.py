@@ -182,7 +182,8 @@ def parse(text: str) -> tuple[ast.Module | None, int]:
 
 def _tree(text: str) -> ast.Module:
     """Tree of `ast.parse`, or its exception. Graders take turns; other threads that parse code in this process do not,
-    and a parse that they disturbed is repeated."""
+    and a parse that they disturbed is repeated.
+    """
     # What a compiler warns of in an answer is nobody's business here, and must not become an error.
     warnings.filterwarnings("ignore", module=re.escape(_FILE))
     # A null byte or half a surrogate pair is as wrong as another control character, and not an error of its own.
@@ -299,7 +300,8 @@ def dependencies(tree: ast.Module, name: str, always: int = 0) -> Dependencies:
 
     A statement is needed that binds a needed name, or changes what one stands for, or sets something in a module
     (`sys.setrecursionlimit`), and so are the first ones (`always`). One that only uses the name (a print, an assertion,
-    `input()`) is not."""
+    `input()`) is not.
+    """
     imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     imported = {name for node in imports for name in bound_names(node)}
     uses = [_use(statement, imported) for statement in tree.body]

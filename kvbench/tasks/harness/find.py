@@ -39,7 +39,8 @@ def _files(root: Path) -> list[Path]:
 def folders_of(name: str, roots: Iterable[Path]) -> list[Path]:
     """The folders that define a task, a group or a tag: one, or more for a tag; none where it is unknown.
 
-    The first of the roots that has the name counts."""
+    The first of the roots that has the name counts.
+    """
     wanted = name.encode()
     for root in roots:
         files = _files(root)

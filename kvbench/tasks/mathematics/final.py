@@ -75,7 +75,8 @@ def _last_mathematics(text: str) -> str | None:
 
 def _behind(text: str) -> str | None:
     """The answer at the beginning of a text: the first mathematics that begins on its first line, however many lines
-    that goes on for, else the line itself; where that only announces the answer, the same of the next line."""
+    that goes on for, else the line itself; where that only announces the answer, the same of the next line.
+    """
     text = _MARKUP.sub("", text, count=1)
     line, _, rest = text.partition("\n")
     latex = _begun_within(text, len(line))
@@ -106,8 +107,9 @@ def _last_number(text: str) -> str | None:
 
 
 def _mathematics(text: str) -> Iterator[_Span]:
-    """The mathematics between dollars, `\\(` and `\\)`, `\\[` and `\\]`, or of an environment, in order; an escaped
-    dollar is none."""
+    r"""The mathematics between dollars, `\\(` and `\\)`, `\\[` and `\\]`, or of an environment, in order; an escaped
+    dollar is none.
+    """
     position, closed = 0, set[str]()
     while sign := _MATH.search(text, position):
         position = sign.end()
@@ -132,7 +134,8 @@ def _mathematics(text: str) -> Iterator[_Span]:
 
 def _result(latex: str, whole: bool = False) -> str:
     """Result of mathematics over several lines: the last line; of a `whole` answer all, unless each goes on with an
-    equals sign."""
+    equals sign.
+    """
     while len(latex) <= MAX_BLOCK_CHARS and (block := _BLOCK.fullmatch(latex)):
         rows = [bare for row in _rows(block[2]) if (bare := row.strip().rstrip(".,").strip())]
         goes_on = not whole or all(row.startswith("=") for row in rows[1:])

@@ -144,7 +144,8 @@ def _essay_source(data_dir: str, needed: bool) -> Source | None:
 
 def has_files(data_dir: str, names: Sequence[str]) -> bool:
     """Tell whether a folder has one of some files, in whatever format, readable or not; endings of names do not
-    count."""
+    count.
+    """
     stems = [name.removesuffix(".json") for name in names]
     folders = [_root(data_dir), *(_root(data_dir) / name for name in FOLDERS)]
     return any(path.name.startswith(f"{stem}.") for folder in folders for path in folder.glob("*") for stem in stems)

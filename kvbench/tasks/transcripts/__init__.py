@@ -46,7 +46,8 @@ class Transcript(Task):
     @abstractmethod
     def write(self, seed: str, depth: float, count: int) -> Document:
         """A transcript of so many requests, and one more; its subject lies at `depth`, 0 to 1. The same seed gives the
-        same facts whatever the count."""
+        same facts whatever the count.
+        """
 
     @abstractmethod
     def grade(self, document: Document, answer: str) -> Mapping[str, float]:
