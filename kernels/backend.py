@@ -1,6 +1,4 @@
-"""Operations that the store calls: the interface of every backend, and plain torch, which does them where no kernel
-can.
-"""
+"""Interface of every backend: the operations that the store calls, in plain torch unless a backend overrides them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence, Set

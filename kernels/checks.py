@@ -1,5 +1,4 @@
-"""Checks of every backend before it touches memory: tensors of a shape, dtype or device that an operation does not
-take.
+"""Checks of every backend before memory is touched: shape, dtype and device of each tensor.
 
 One function per operation of `Backend`, called by everything that does it. They look at what tensors say of themselves
 and never at their data, so that they cost a microsecond or two and no synchronisation; the ranges of indices are

@@ -1,6 +1,4 @@
-"""Operands of a backend: the tiers of a layer, residual buffers, reductions of scores, and criteria of a search of
-slots.
-"""
+"""Operands of a backend: tiers of a layer, residual buffers, score reductions, and criteria of slot searches."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -64,16 +62,18 @@ PLAIN = Softmax()
 
 @dataclass(frozen=True)
 class Window:
-    """Look-back of a layer: the last `num_tokens` tokens, the query's own among them; or `in_chunks`, back to the
-    beginning of the query's own chunk of so many.
+    """Attention window of a layer: the last `num_tokens` tokens, the query's included.
+
+    With `in_chunks`, back to the beginning of the query's chunk of `num_tokens`.
     """
 
     num_tokens: int
     in_chunks: bool = False
 
     def sees(self, query: Tensor, key: Tensor) -> Tensor:
-        """bool [..., n, M]: which keys queries see, by their positions, int64 [..., n] and [..., M]; a key at -1 is
-        none.
+        """Mask bool [..., n, M] of the keys that queries see, by positions int64 [..., n] and [..., M].
+
+        A key at position -1 is padding.
         """
         query, key = query[..., :, None], key[..., None, :]
         near = query - key < self.num_tokens
@@ -273,8 +273,9 @@ class StepRing:
 
 @dataclass(frozen=True, kw_only=True)
 class SlotSearch:
-    """Criteria of the search for the slot with the smallest value; ties go to the lower position, then to the lower
-    slot.
+    """Criteria of the search for the slot with the smallest value.
+
+    Ties go to the lower position, then to the lower slot.
 
     Tensors are int64, one number per sequence, or per list (`per_list`).
 

@@ -161,9 +161,7 @@ class PagePool:
         return slice(begin, until), slice(0, begin + count - until)
 
     def _grow(self, shortfall: int) -> None:
-        """Adds pages: at least the shortfall, at least half of what exists, so that copying stays linear in the
-        total.
-        """
+        """Adds at least `shortfall` pages and at least half of the current number: copying stays linear in total."""
         old = self.num_pages
         extra = max(shortfall, old // 2, 64)
         free = torch.cat([self.free_ids(), torch.arange(old, old + extra, device=self.pages.device)])
@@ -183,8 +181,9 @@ class PagePool:
         self.start, self.end = 0, self.num_free
 
     def _make_room(self, num_pages: int) -> Tensor:
-        """Memory for so many pages, and where there is any for more, which it takes no part of before it is written to:
-        the pool goes on growing there without a copy.
+        """Allocates `num_pages` pages and, where possible, reserves address space for more.
+
+        Reserved memory is untouched until it is written, so that the pool can grow without a copy.
         """
         try:
             return self._make_pages(GROWTH_FACTOR * num_pages, self.pages.device)

@@ -51,8 +51,9 @@ class PageTable:
         return self.entries.nbytes + self.further.nbytes + self.num_slots.nbytes
 
     def row_bytes(self, max_slots: int | None = None) -> int:
-        """Bytes of the tables and counters that one row needs whose lists hold so many slots at most; None = those that
-        each row has, which are sized for the longest.
+        """Bytes of the tables and counters of one row whose lists hold up to `max_slots` slots.
+
+        None = as each row is allocated, for the longest lists.
         """
         if max_slots is None:
             return self.allocated_bytes // self.shape[0]
@@ -70,8 +71,9 @@ class PageTable:
         return self._table(tier)[lists, self._column(tier, index)].long(), slot % self.tokens_per_page[tier]
 
     def page_ids(self, lists: Tensor, tier: int, width: int) -> Tensor:
-        """The first `width` page ids of each list in slot order, int64 [..., width]; entries past a list's pages are
-        some valid id.
+        """The first `width` page ids of each list in slot order, int64 [..., width].
+
+        Entries past a list's pages are some valid id.
         """
         columns = self._column(tier, torch.arange(width, device=lists.device))
         return self._table(tier)[lists[..., None], columns].long()
@@ -237,8 +239,9 @@ class PageTable:
         self.truncate(lists, tier, count)
 
     def count_rows(self, rows: Tensor) -> Tensor:
-        """Pages and slots of rows (int64 [S]), int64 [1 + tiers, S]: pages, and by tier the slots of the longest
-        list.
+        """Pages and slots of rows (int64 [S]): int64 [1 + tiers, S].
+
+        Pages, then per tier the slots of the longest list.
         """
         held = self.num_slots.view(self.num_tiers, self.shape[0], -1)[:, rows].long()
         pages = held.clone()
@@ -322,8 +325,9 @@ class PageTable:
     def tracked_slots(
         self, lists: Tensor, tier: int, fmt: PageFormat, width: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Tracked fields of the first `width` slots of lists (int64 [M]): score fp32, position int64, and bool: the
-        list holds the slot; [M, width] each. And int64 [M] slots held.
+        """Tracked fields of the first `width` slots of lists (int64 [M]).
+
+        Score fp32, position int64 and a bool mask of held slots, [M, width] each, and int64 [M] slots held.
         """
         raise NotImplementedError("in main memory the fields of pages are gathered")
 
@@ -331,9 +335,7 @@ class PageTable:
         """Posts the pool's state to the host, where tables are on a device."""
 
     def used_page_ids(self) -> Tensor:
-        """All page ids that the tables name, int64, once for every holder; walks every list. For checks and
-        recounts.
-        """
+        """All page ids in the tables, int64, one per holder; walks every list. For checks and recounts."""
         return self._pages_of(torch.arange(self.num_lists, device=self.entries.device))
 
     def _pages_of(self, lists: Tensor) -> Tensor:
@@ -367,9 +369,7 @@ class PageTable:
 
 
 def most_pages(max_slots: int, tokens_per_page: tuple[int, ...]) -> int:
-    """Table entries of a list that holds so many slots at most over all tiers, the last page of each perhaps not
-    full.
-    """
+    """Most table entries of a list that holds up to `max_slots` slots over all tiers, partial last pages included."""
     return -(-max_slots // min(tokens_per_page)) + len(tokens_per_page)
 
 

@@ -201,9 +201,7 @@ def no_sys_exit() -> Iterator[None]:
 
 
 def what_happened(error: BaseException) -> str:
-    """The exception in one sentence, with the class and the call of the code that raised it where that is none of the
-    harness.
-    """
+    """The exception in one sentence, with its class and the call that raised it where that is outside the harness."""
     if isinstance(error, ExitRequested):
         return str(error)
     what = f"{type(error).__name__}: {error}".removesuffix(": ")

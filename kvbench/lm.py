@@ -103,8 +103,9 @@ class KvbenchLM(LM):
         return self.model.fingerprint
 
     def set_cache_hook(self, cache_hook: "CacheHook") -> None:
-        """Let lm-eval's cache of answers (`use_cache`) count by what answers, too: its own key is the request alone, so
-        that one file gave every method and every model the answers of the first.
+        """Extend the key of lm-eval's cache of answers (`use_cache`) by the model and method.
+
+        lm-eval's key is the request alone, so that one file gave every method and every model the answers of the first.
 
         Raises:
             ValueError: The cache has keys that cannot be told apart.
@@ -129,8 +130,9 @@ class KvbenchLM(LM):
         return hash_identity({name: canonical(value) for name, value in ingredients.items()})
 
     def get_model_info(self) -> dict[str, Any]:
-        """Entries for the configuration of lm-eval's results: the bytes held since the last call, as means over the
-        prompts of each task, the ratio as in kvbench's tables.
+        """Entries for the configuration of lm-eval's results: the bytes held since the last call.
+
+        They are means over the prompts of each task, the ratio as in kvbench's tables.
         """
         held, self._held = self._held, {}
         means = {
@@ -248,8 +250,9 @@ class KvbenchLM(LM):
         yield from map(make_disjoint_window, windows)
 
     def _exact(self, prompts: list[tuple[int, list[int], int]]) -> Iterator[float]:
-        """Log-likelihoods of the last tokens of prompts, which their own forward pass predicts; each item has a prompt,
-        and how many of its tokens at the end are scored.
+        """Log-likelihoods of the last tokens of prompts, which their own forward pass predicts.
+
+        Each item has a prompt, and how many of its tokens at the end are scored.
         """
         if not prompts:
             return
@@ -293,8 +296,9 @@ class KvbenchLM(LM):
 
 
 def full_names(method: str, settings: Mapping[str, object]) -> dict[str, object]:
-    """Settings by their full names: `budget` is the method's, as in `kvbench.generate`, unless a run has one of that
-    name.
+    """Settings by their full names.
+
+    `budget` is the method's, as in `kvbench.generate`, unless a run has a setting of that name.
 
     Raises:
         ValueError: There is no such method.

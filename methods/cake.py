@@ -41,8 +41,9 @@ class AttentionShifts(Statistic):
 
 @dataclass(kw_only=True)
 class CAKE(Scored):
-    """Keeps the observation window and the tokens whose attention from it is large or changes; a layer's budget follows
-    from how widely and how unsteadily its window attends.
+    """Keeps the observation window and the tokens whose attention from it is large or changes.
+
+    A layer's budget follows from how widely and how unsteadily its window attends.
 
     Args:
         allocation: `preference`: layers in proportion to entropy ** (1 / tau1) * variance ** (1 / tau2) of the window's

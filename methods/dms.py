@@ -11,8 +11,9 @@ import kvbench.policy as kv
 
 @dataclass(kw_only=True)
 class DMS(kv.Policy):
-    """Keeps a sliding window, and behind it the tokens that its queries attended to more than a threshold; a token's
-    fate is decided when it leaves the window, once.
+    """Keeps a sliding window, and older tokens that its queries attended to more than a threshold.
+
+    A token's fate is decided when it leaves the window, once.
 
     Args:
         threshold: Mean attention that a token has to receive to stay, as a multiple of the uniform share 1 / (tokens

@@ -8,8 +8,7 @@ from kvbench.policy import ALL_QUERIES, BudgetText, DecodePlan, DecodeView, Numb
 
 @dataclass(kw_only=True)
 class H2O(Stepwise):
-    """Keeps, per KV head, the tokens with the largest attention summed over all queries so far, and the most recent
-    ones.
+    """Keeps, per KV head, the most recent tokens and those with the largest attention summed over all queries so far.
 
     In every decode step the new token takes the slot of the lightest token outside the recent window; with a threshold
     only where that one's attention, per query that counted, is below it, and the window is a share of the prompt.

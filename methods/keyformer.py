@@ -38,8 +38,9 @@ class GumbelAttention(Statistic):
 
 @dataclass(kw_only=True)
 class Keyformer(Stepwise):
-    """Keeps, per KV head, a recent window and the tokens with the largest sums of noisy attention over all queries so
-    far; in every decode step the new token takes the slot of the lightest token outside the window.
+    """Keeps, per KV head, a recent window and the tokens with the largest sums of noisy attention over all queries.
+
+    In every decode step the new token takes the slot of the token with the lowest sum outside the window.
 
     Args:
         tau_init: Temperature in the prompt; > 0.

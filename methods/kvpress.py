@@ -52,8 +52,9 @@ def scorer(press: str, settings: tuple[str, ...]) -> Any:
 
 @lru_cache(maxsize=2)
 def prepared(press: str, settings: tuple[str, ...], model: str, dtype: torch.dtype) -> Any:
-    """The scorer, prepared for a model of which it sees the name and the type alone: KVzapPress and QFilterPress fetch
-    what was trained for a model of that name. It is fetched once.
+    """Prepares the scorer for a model, of which it sees the name and the type alone.
+
+    KVzapPress and QFilterPress fetch what was trained for a model of that name, once.
 
     Raises:
         ValueError: It looks at more of the model, or has nothing for a model of that name.

@@ -28,8 +28,9 @@ class RecentAttention(kv.Statistic):
 
 @dataclass(kw_only=True)
 class PyramidInfer(kv.Policy):
-    """Keeps first and newest tokens, and of the others in each layer those that recent queries attend to most in the
-    layer below, among what that one kept; all heads of a layer keep the same. The first layer has its own attention.
+    """Keeps first and newest tokens, and in each layer those attended to most in the layer below, among its kept ones.
+
+    Recent queries decide; all heads of a layer keep the same tokens. The first layer uses its own attention.
 
     Args:
         budget: What stays of the prompt, the mean over layers: ratio, tokens per head, or bytes.

@@ -14,8 +14,9 @@ BITS = kv.Choice((1, 2, 3, 4, 8), unit="bits")
 
 @dataclass(frozen=True)
 class NeededBits(kv.Statistic):
-    """Bits that a token's key needs so that no attention of the last queries errs by more than it may; those of its
-    value are `value_bits`.
+    """Bits that a token's key needs so that no attention of the last queries errs by more than the tolerance.
+
+    Those of its value are `value_bits`.
     """
 
     key_error: float
@@ -45,9 +46,10 @@ def bits(x: Tensor, precision: Tensor) -> Tensor:
 
 @dataclass(kw_only=True)
 class QAQ(kv.Policy):
-    """Stores the key of each prompt token at one of two precisions and its value at one of two others, by what
-    attention of the last queries tolerates of each; the last prompt tokens and those of the answer have the higher
-    ones.
+    """Stores each prompt token's key at one of two precisions and its value at one of two others.
+
+    The attention of the last queries and its tolerance decide; the last prompt tokens and those of the answer have the
+    higher ones.
 
     Args:
         key_low: Bits of a key that tolerates them.

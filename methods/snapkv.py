@@ -8,8 +8,9 @@ from kvbench.policy import Scored, Whole
 
 @dataclass(kw_only=True)
 class SnapKV(Scored):
-    """Keeps, per KV head, the observation window and the prompt tokens that its queries attend to most, pooled along
-    the prompt.
+    """Keeps, per KV head, the observation window and the prompt tokens that its queries attend to most.
+
+    The attention is pooled along the prompt.
 
     Args:
         window: Observation window, the last prompt queries, whose tokens stay and are part of the budget; >= 1.

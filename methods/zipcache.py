@@ -11,8 +11,9 @@ import kvbench.policy as kv
 
 @dataclass(frozen=True)
 class ProbedSaliency(kv.Statistic):
-    """Attention from a few queries, the newest and random ones, divided by the queries that can see a token; while
-    decoding, that of every `window`-th query.
+    """Attention from a few queries, the newest and random ones, divided by the queries that can see a token.
+
+    While decoding, that of every `window`-th query.
     """
 
     probes: float
@@ -37,8 +38,10 @@ class ProbedSaliency(kv.Statistic):
 
 @dataclass(kw_only=True)
 class ZipCache(kv.Policy):
-    """Stores the prompt's salient tokens at one precision and the others at a lower one; tokens of the answer stay in
-    16 bits until they leave a window. Every `window` of them are ranked together, by the last one's query.
+    """Stores the prompt's salient tokens at one precision and the others at a lower one.
+
+    Tokens of the answer stay in 16 bits until they leave a window. Every `window` of them are ranked together, by the
+    last one's query.
 
     Args:
         salient: Share of tokens at the higher precision, in [0, 1].

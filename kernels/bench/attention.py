@@ -156,8 +156,9 @@ class Settings(Common):
         return [name for name in self.formats if not (cell.get("ring") and "+" in name)]
 
     def need_bytes(self, cell: dict, device: str) -> int:
-        """Memory that a cell takes at its worst moment: all of its variants at once, the probe, and whichever is the
-        larger one of a buffer on its way to another and one sequence in fp64 beside its exact attention.
+        """Peak memory of a cell: all its variants, the probe, and the larger of two temporaries.
+
+        These are a buffer while it is copied, and one sequence in fp64 with its exact attention.
         """
         queries, heads, dim = parse_shape(cell["shape"])
         length, batch = cell["length"], cell["batch"]
@@ -204,8 +205,9 @@ class Settings(Common):
             raise Skipped(f"needs about {need / 1e9:.1f} GB and {free / 1e9:.1f} GB are free")
 
     def _dense(self, name: str, q: Tensor, k: Tensor, v: Tensor) -> list[Variant]:
-        """Two forms of the same attention in torch: the group as query heads, as models do, and as query tokens, which
-        reads every key once.
+        """Two dense forms of the attention in torch: the group as query heads, as in models, or as query tokens.
+
+        The second reads every key once.
         """
         dtype, scale = DTYPES[name], q.shape[-1] ** -0.5
         size = (k.numel() + v.numel()) * dtype.itemsize
@@ -301,8 +303,9 @@ class Settings(Common):
 
 
 def unlike_lengths(batch: int, heads: int, length: int, seed: int) -> Tensor:
-    """Tokens of lists, int64 [S, H], from an eighth of a length up to all of it, log-uniform, in whole groups; one has
-    all of it.
+    """Lengths of lists, int64 [S, H], log-uniform from an eighth of `length` to all of it, in whole groups.
+
+    One list has all of it.
     """
     share = LEAST_LIST ** torch.rand(batch * heads, generator=torch.Generator().manual_seed(seed))
     share[0] = 1.0

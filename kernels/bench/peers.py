@@ -72,8 +72,9 @@ class Peer:
 
 
 def variants(q: Tensor, k: Tensor, v: Tensor, working_set_mb: int, most: int) -> list[Variant]:
-    """A variant of each peer over keys and values [S, H, n, D]; those that are not installed, or cannot be prepared,
-    are refused with the reason.
+    """Variant of each peer over keys and values [S, H, n, D].
+
+    A peer that is not installed, or cannot be prepared, is refused with the reason.
 
     Args:
         q: [S, Hq, D] queries.

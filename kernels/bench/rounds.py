@@ -71,8 +71,9 @@ def cuda_timer(work: Work) -> float:
 
 
 def cuda_graph(work: Work) -> Work:
-    """Captures work, which launches kernels on the same tensors and waits for nothing, after two warm-up runs; returns
-    its replay.
+    """Captures `work` after two warm-up runs and returns its replay.
+
+    `work` launches kernels on the same tensors and does not synchronise.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -117,8 +118,9 @@ def choose_timer(clock: str, device: str) -> Timer:
 
 
 def refuse_wrong(variants: Sequence[Variant]) -> tuple[list[Variant], list[dict]]:
-    """The variants whose output is right, with `max_error` in their `extra`, and name and reason of each other one;
-    `absent` of those that are not installed.
+    """Variants with correct output, and name and reason of each other one.
+
+    Each variant's `extra` gets `max_error`; `absent` lists peers that are not installed.
     """
     right: list[Variant] = []
     refused: list[dict] = []
@@ -151,8 +153,9 @@ def _in_line(problem: Exception, most: int) -> str:
 def time_rounds(
     variants: Sequence[Variant], *, rounds: int, seed: int, timer: Timer, warmup: int = 1, on_round: Work = lambda: None
 ) -> dict[str, list[float]]:
-    """Seconds per call of every variant in every round, by name; `seed` decides the orders, and the times of `warmup`
-    rounds before them are thrown away.
+    """Seconds per call of every variant in every round, by name.
+
+    `seed` decides the orders; the times of `warmup` rounds before them are discarded.
     """
     order = random.Random(seed)
     samples: dict[str, list[float]] = {variant.name: [] for variant in variants}

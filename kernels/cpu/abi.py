@@ -71,8 +71,9 @@ class CodeStruct(ctypes.Structure):
 
 
 def _struct(name: str, fields: str) -> type[ctypes.Structure]:
-    """A C struct from `i a b p c ..`: i = int32, l = int64, p = pointer, f = float, c = `CodeStruct`, for the names
-    after it.
+    """C struct from `i a b p c ..`: a type letter, then the names of that type.
+
+    i = int32, l = int64, p = pointer, f = float, c = `CodeStruct`.
     """
     kinds = {"i": ctypes.c_int32, "l": ctypes.c_int64, "p": ctypes.c_void_p, "f": ctypes.c_float, "c": CodeStruct}
     table, kind = [], None

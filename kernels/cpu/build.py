@@ -1,5 +1,6 @@
-"""Compiles the C++ kernels with the system's compiler, once per source, flags, CXX and machine type, and checks what
-was cached before it is loaded.
+"""Compiles the C++ kernels with the system's compiler, and checks a cached build before it is loaded.
+
+There is one build per source, flags, CXX and machine type.
 """
 
 import contextlib
@@ -41,9 +42,7 @@ def cache_dir() -> Path:
 
 
 def find_compiler() -> str:
-    """The path of a C++ compiler: the one CXX names, else the first of c++, g++, clang++; a BuildError where there is
-    none.
-    """
+    """Path of a C++ compiler: that of CXX, else the first of c++, g++, clang++; raises BuildError without one."""
     wanted = os.environ.get("CXX")
     for name in (wanted,) if wanted else COMPILERS:
         if path := shutil.which(name):
@@ -242,8 +241,10 @@ def _version(compiler: str) -> str:
 
 
 def _run_parallel(commands: list[list[str]], limit_s: float) -> list[tuple[int, str]]:
-    """The exit status of each command and what it said; all run side by side. A BuildError where one cannot be started,
-    or they took longer than they may; then all were ended, with what they had started.
+    """Runs commands in parallel; returns the exit status and output of each.
+
+    Raises BuildError where one cannot be started or the time limit is exceeded; then all of them, with their children,
+    were ended.
     """
     deadline_s = time.monotonic() + limit_s
     running: list[subprocess.Popen[str]] = []

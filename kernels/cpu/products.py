@@ -1,5 +1,6 @@
-"""CPU backend: products of rows with matrices, which are read as they lie, once for all rows of a decode step; and what
-stands between them in a decoder's layer.
+"""CPU backend: matrix products of a decode step, and the element-wise work between them in a decoder's layer.
+
+Matrices are read in their stored layout, once for all rows of a step.
 """
 
 import ctypes

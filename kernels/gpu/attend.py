@@ -249,8 +249,9 @@ def _reduce_part(
     REPLACE: tl.constexpr, NEAR: tl.constexpr, POS: tl.constexpr, HELD: tl.constexpr, REVERSED: tl.constexpr,
     SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Probabilities of one of `parts` even shares of a list, SCORED slots at a time: raised, reduced over the query
-    heads; stored, or added to what pages track.
+    """Probabilities of one of `parts` even shares of a list, SCORED slots at a time.
+
+    They are raised to POWER and reduced over the query heads, then stored, or added to the tracked scores of pages.
 
     TRACK is the byte offset of the tracked scores, or -1 to write `scores`, of slots that hold nothing, too; POS that
     of the positions, where slots nearer to the query than NEAR get nothing.
@@ -327,8 +328,9 @@ def _finish(
     A_T: tl.constexpr, A_BT: tl.constexpr, A_TRACK: tl.constexpr, A_POS: tl.constexpr, A_REVERSED: tl.constexpr,
     B_T: tl.constexpr, B_BT: tl.constexpr, B_TRACK: tl.constexpr, B_POS: tl.constexpr, B_REVERSED: tl.constexpr,
 ):  # fmt: skip
-    """Merges one list's parts for one query head (the first MERGED programs of the list), or makes the scores of a part
-    of it: `a_parts` are of one tier, the others of a second one (TWO).
+    """Merges one list's parts for one query head (the first MERGED programs of the list), or scores a part of it.
+
+    `a_parts` are of the first tier, the others of a second one (TWO).
     """
     pid, task = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head = (offset + pid % heads) * G  # the list's first query head, counted through the layers

@@ -75,8 +75,11 @@ class Gpu(Backend):
     codes = frozenset(code for code in every_code() if not code.is_book)
 
     def __init__(self, decode: Decode | Build = "triton") -> None:
-        """Args:
-            decode: `triton`, `cuda` (which needs an NVIDIA GPU), `torch`, or what makes the kernels in CUDA C++.
+        """Selects the kernels of decode attention.
+
+        Args:
+
+        decode: `triton`, `cuda` (which needs an NVIDIA GPU), `torch`, or a builder of kernels in CUDA C++.
         """
         super().__init__()
         build = cuda_kernels if decode == "cuda" else decode if callable(decode) else None
@@ -104,8 +107,9 @@ class Gpu(Backend):
         return all(code is None or code in self.codes for code in sides)
 
     def write_keys(self, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Tensor) -> None:
-        """As `Backend.write_keys`; of a page below 0 nothing is written (with per-channel keys, by the first of a
-        group).
+        """See `Backend.write_keys`; entries with a page below 0 are skipped.
+
+        With per-channel keys the page of a group's first entry decides.
         """
         if not self._covers(fmt):
             super().write_keys(pages, fmt, page, slot, k)
@@ -146,8 +150,9 @@ class Gpu(Backend):
     def widen_bounds(
         self, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Tensor, *, distinct: bool
     ) -> None:
-        """As `Backend.widen_bounds`, where no slot comes twice; one launch behind a sort, which a decode step
-        (`distinct`) does without.
+        """See `Backend.widen_bounds`; no slot may occur twice.
+
+        One launch after a sort; a decode step (`distinct`) needs no sort.
         """
         checks.widen_bounds(pages, fmt, page, slot, k, passes_over=True)
         page, order = (page.contiguous(), page) if distinct else page.sort()
@@ -222,9 +227,7 @@ class Gpu(Backend):
         self, q: Tensor, pages: Tensor, tiers: list[TierPages], ring: Ring | None, *, power: int = 1,
         group: Reduce | None = None, update: ScoreUpdate | None = None, softmax: Softmax = PLAIN,
     ) -> CudaAttention | Attention:  # fmt: skip
-        """`paged_decode` prepared for queries and residual buffers like these: a call with both and `scale` is its
-        launches.
-        """
+        """Prepares `paged_decode` for queries and residual buffers of these shapes; calling the result launches it."""
         assert self.decoder is not None, "plain torch prepares nothing"
         checks.decode(q, pages, tiers, ring, power, group, softmax)
         lists, scores = Lists.of(tiers[0]), StepScores(power=power, group=group, update=update)

@@ -47,9 +47,10 @@ _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel for one target: its binary, shared memory in bytes, what a thread takes and spills, and the seconds it
-    took. `spilled` counts bytes of local memory on NVIDIA and registers on AMD; it and `registers` are None where they
-    cannot be told. `constants` are those of the launch.
+    """One kernel compiled for one target: binary, shared memory (bytes), registers, spills, seconds of compilation.
+
+    `spilled` counts bytes of local memory on NVIDIA and registers on AMD; it and `registers` are None where the binary
+    does not say. `constants` are those of the launch.
     """
 
     kernel: str
@@ -63,8 +64,9 @@ class Compiled:
 
 
 def unspecialised(kernel: Any) -> set[str]:
-    """The arguments whose values are no part of what is compiled: sizes that the host counts, which would else be a
-    kernel for 1, one for multiples of 16, and one for the others.
+    """Arguments that must not be specialised by value: sizes that the host counts.
+
+    Triton would compile one kernel for 1, one for multiples of 16, and one for other values.
     """
     if isinstance(kernel, triton.JITFunction):
         return {parameter.name for parameter in kernel.params if parameter.do_not_specialize}
@@ -135,8 +137,9 @@ def compile_launches(
 
 
 def _usage(asm: Mapping[str, Any]) -> tuple[int | None, int | None]:
-    """The registers of a thread, and what it keeps in memory because they do not suffice: bytes of stack in a cubin, or
-    spilled registers as AMD's assembly says.
+    """Registers of a thread and its spills.
+
+    Spills are bytes of stack in a cubin, or spilled registers as AMD's assembly states.
     """
     if "amdgcn" in asm:
         registers, spilled = (
@@ -186,8 +189,9 @@ _WIDE: Kinds = ((_DIM, torch.float32, ("k4v2",)), (_DIM, torch.bfloat16, _FORMAT
 
 
 def _step(dtype: torch.dtype, *names: str, ring: bool = False, rotated: bool = False, chosen: bool = False) -> None:
-    """One layer of a prepared decode step with its tracked fields, its residual buffers, keys that are rotated when
-    they are read, or pages that are chosen by their bounds; and what the tables say.
+    """One layer of a prepared decode step: tracked fields, a residual buffer, key rotation, or pages chosen by bounds.
+
+    `rotated` keys are rotated on reading. Also the sizes of its tables.
     """
     formats = [format_of(name, _DIM) for name in names]
     if chosen:
@@ -282,8 +286,9 @@ def _shown(built: Compiled) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Compiles cases for targets and prints one line per kernel; 0 when all compiled, none spills registers and each
-    finds its shared memory.
+    """Compiles cases for targets and prints one line per kernel.
+
+    Returns 0 when all compiled, none spills registers and each fits into shared memory.
     """
     parser = argparse.ArgumentParser(prog="python -m kvbench.kernels.gpu.compile", description=__doc__.split("\n")[0])
     parser.add_argument("--target", nargs="*", choices=sorted(TARGETS), default=sorted(TARGETS))

@@ -107,8 +107,9 @@ class CudaAttention:
     def __call__(
         self, q: Tensor, ring: Ring | None, scale: float, offset: int | None = None
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """A layer whose lists lie behind `offset` others of a sequence: as `Backend.paged_decode`, whose log-sum-exp
-        the next call overwrites.
+        """Attends one layer, whose lists are `offset` lists into each sequence; see `Backend.paged_decode`.
+
+        The next call overwrites the log-sum-exp.
         """
         q, offset = q.contiguous(), self._lists.offset if offset is None else offset
         if ring is not None:

@@ -54,8 +54,9 @@ class Form:
         return self.tiers[0].slot.head_dim
 
     def registers(self, target: str) -> int:
-        """Of a thread of the decode kernel at most. Three blocks lie on a multiprocessor with 128 or fewer; the forms
-        that are timed do with 104 on sm_90.
+        """Most registers of a thread of the decode kernel.
+
+        A multiprocessor holds three blocks with 128 or fewer; the benchmarked forms need 104 on sm_90.
         """
         if self.head_dim > 128:
             return 255

@@ -71,8 +71,9 @@ def _processors_of(device: torch.device) -> int:
 
 
 def _num_processors(device: torch.device) -> int:
-    """Multiprocessors (NVIDIA) or compute units (AMD) of a device; 1 in the interpreter, and an H100's where kernels
-    are compiled without a GPU.
+    """Multiprocessors (NVIDIA) or compute units (AMD) of a device.
+
+    1 in the interpreter, and an H100's where kernels are compiled without a GPU.
     """
     return _processors_of(device) if device.type == "cuda" else 132 if ptx_level() else 1
 
@@ -108,8 +109,9 @@ def _operand(q: Tensor, tiers: list["ListTier"], ring: Ring | None) -> tl.dtype:
 
 
 def _num_parts(lists: int, most: int, at_once: int) -> int:
-    """Parts that each list of so many pages or blocks at most is cut into, where so many programs run at once: those
-    of one wave, or as many as end soonest. A wave that is hardly begun takes as long as a full one.
+    """Parts that each list of at most `most` pages or blocks is cut into, with `at_once` concurrent programs.
+
+    Those of one wave, or as many as end soonest: a nearly empty wave takes as long as a full one.
     """
     lists = max(1, lists)
     tried = range(1, min(most, max(at_once // lists, _MOST_WAVES)) + 1)
@@ -122,8 +124,9 @@ _resident: dict[tuple, int] = {}  # programs of a compiled kernel that one multi
 
 
 def programs_by_size(registers: int, shared_bytes: int, warps: int, has_bytes: int, threads: int = 2048) -> int:
-    """Programs of so many warps that a multiprocessor of NVIDIA's holds, whose shared memory has `has_bytes`, by a
-    thread's registers and a program's shared memory.
+    """Programs that a multiprocessor of NVIDIA's holds, by registers per thread and shared memory per program.
+
+    `has_bytes` is the multiprocessor's shared memory.
     """
     quarters, granule = 4, 256
     # Registers lie in quarters, of which each holds whole warps.
@@ -133,8 +136,7 @@ def programs_by_size(registers: int, shared_bytes: int, warps: int, has_bytes: i
 
 
 def programs_per_processor(kernel: Any, arguments: Sequence[Any], constants: dict[str, Any]) -> int:
-    """Programs of a kernel that fit on a multiprocessor of NVIDIA's, by the registers and the shared memory that it
-    takes when it is compiled.
+    """Programs of a kernel that fit on a multiprocessor of NVIDIA's, by its compiled registers and shared memory.
 
     Source: Triton's tutorial 2 (fused softmax), which asks a compiled kernel for both.
     """
@@ -244,8 +246,9 @@ class _Launch:
 
 
 class Attention:
-    """Attention of one query token per sequence over lists of pages, as `Backend.paged_decode`, prepared once for
-    layers that are alike: a call is two launches (four for three tiers) and makes nothing but its results.
+    """Attention of one query token per sequence over lists of pages, prepared once for equal layers.
+
+    As `Backend.paged_decode`. A call is two launches (four for three tiers) and allocates nothing but its results.
 
     Buffers between the launches of a layer are reused by the next one.
 
@@ -383,8 +386,9 @@ class Attention:
     def __call__(
         self, q: Tensor, ring: Ring | None, scale: float, offset: int | None = None
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """A layer whose lists lie behind `offset` others of a sequence: as `Backend.paged_decode`, whose log-sum-exp
-        the next call overwrites.
+        """Attends one layer, whose lists are `offset` lists into each sequence; see `Backend.paged_decode`.
+
+        The next call overwrites the log-sum-exp.
         """
         q, offset = q.contiguous(), self._lists.offset if offset is None else offset
         out = torch.empty(q.shape, dtype=self._out, device=q.device)

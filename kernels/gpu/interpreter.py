@@ -13,8 +13,9 @@ Change = tuple[object, str, object]  # the object, the attribute, and its value 
 
 
 def patch_once() -> None:
-    """Has the interpreter put its functions in place once per launch, from a list that it makes once. A version of
-    Triton whose interpreter is built otherwise (before 3.9) stays as it is.
+    """Makes Triton's interpreter patch its functions once per launch, from a list that is made once.
+
+    A version whose interpreter is built otherwise (before 3.9) stays unchanged.
     """
     from triton.runtime import interpreter  # which a machine with a GPU has no use for
 

@@ -54,8 +54,9 @@ class Form:
 
 
 def forms(dims: tuple[int, ...] = DIMS, kinds: tuple[str, ...] = tuple(KINDS)) -> list[Form]:
-    """All forms of these head dims and types: every format of the attention bench without scores and with them, those
-    with scales per channel behind a ring.
+    """All forms of these head dims and types.
+
+    Every format of the attention bench without and with scores, and those with scales per channel with a ring.
     """
     plain = ("K16V16", "K8V8", "K8V4", "K4V4", "K4V2", "K2V2", "K8V4+K4V2")
     forms = []
@@ -134,9 +135,10 @@ def loops(sass: str) -> list[list[str]]:
 
 
 def loop_instructions(built: Compiled) -> float | None:
-    """Machine instructions of the main loop: of a warp for a slot, or of a thread for a query and a key. Of two tiers,
-    the mean of a slot of each; branches that only some turns take, as into a ring, count too. None where the kernel has
-    no matrix products, or is not NVIDIA's.
+    """Machine instructions of the main loop: of a warp per slot, or of a thread per query and key.
+
+    With two tiers, the mean per slot of each; branches taken in some iterations only, as into a ring, count. None where
+    the kernel has no matrix products, or is not NVIDIA's.
     """
     if not built.target.startswith("sm_") or built.kernel not in ("_attend", "_sum_columns"):
         return None

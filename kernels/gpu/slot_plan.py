@@ -155,8 +155,9 @@ def settle(
     lists: Tensor, num_slots: Tensor, tier: int, slot: Tensor, goes_to: Tensor | None, goes_at: Tensor | None, *,
     acts: bool,
 ) -> SlotPlan:  # fmt: skip
-    """Holds a plan (whole numbers [M] of any type, as `SlotPlan` has them) to the lists it is about, which hold
-    `num_slots` int32 [tiers, all lists]; `acts`: slots may be overwritten at all.
+    """Checks a plan (integer tensors [M], as in `SlotPlan`) against its lists.
+
+    They hold `num_slots` int32 [tiers, all lists]; `acts`: slots may be overwritten at all.
     """
     slot = slot.reshape(-1).long().contiguous()
     goes_to, goes_at = (None if x is None else x.reshape(-1).long().contiguous() for x in (goes_to, goes_at))
@@ -177,8 +178,10 @@ def settle(
 def locate(
     plan: SlotPlan, first: Tensor, entries: Tensor, further: Tensor, tokens_per_page: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
-    """Page and slot in it, int64 [tiers, M], where a settled plan writes: in its tier what comes in, in the others what
-    goes there; page -1 for nothing. `first`: int64 [tiers, M] first new slots of the lists.
+    """Page and slot, int64 [tiers, M], of each write of a settled plan; page -1 where there is none.
+
+    In a list's tier the incoming token, in the other tiers the demoted one. `first`: int64 [tiers, M] first new slots
+    of the lists.
     """
     page, inside = torch.empty_like(plan.wanted), torch.empty_like(plan.wanted)
     tiers, count = plan.wanted.shape

@@ -34,8 +34,9 @@ def _write_both(
     V: tl.constexpr, DP: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, BOUND: tl.constexpr, HQ: tl.constexpr,
     BH: tl.constexpr,
 ):  # fmt: skip
-    """Encodes the new key (programs of the first column) or the new value of some lists into their slots; in a third
-    column, one list's key widens the bounds of its page, or a sequence's HQ queries are rotated.
+    """Encodes new keys (first column of programs) and values of some lists into their slots.
+
+    In a third column, one list's key widens the bounds of its page, or a sequence's HQ queries are rotated.
     """
     if tl.program_id(1) == 0:
         _write_side(
@@ -87,9 +88,7 @@ def _find_leaving(
     before, after, rows, table, page, slot, ring_entry, count, num_seq, layers, heads, most, length, entries,
     T: tl.constexpr, TABLED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Page (-1: it stays), slot and place in the whole buffer of the `most` oldest tokens of every list's buffer, layer
-    after layer.
-    """
+    """Page (-1: it stays), slot and ring index of the `most` oldest tokens of every list's buffer, by layer."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = i < count
     each = i // most
@@ -113,8 +112,10 @@ def _rows_are_whole(x: Tensor) -> bool:
 
 
 class DeviceStep(FusedStep):
-    """A prepared decode step: `tiers` of all layers, `lists` of the first one; the target is format, page and slot
-    (int64 [S, L, H]) of the new tokens, None behind a ring. The rest is as of `Backend.open_tables`.
+    """A prepared decode step: `tiers` of all layers, `lists` of the first one.
+
+    The target is format, page and slot (int64 [S, L, H]) of the new tokens, None with a ring. The other fields are as
+    in `Backend.open_tables`.
     """
 
     def __init__(
@@ -175,8 +176,9 @@ class DeviceStep(FusedStep):
     def _write(
         self, lists: Lists, q: Tensor, k: Tensor, v: Tensor, turn: tuple[Tensor, Tensor] | None
     ) -> Tensor:  # fmt: skip
-        """Encodes the new keys and values [S, H, D] of a layer in one launch; the bytes are those of `write_keys` and
-        `write_values`. Returns the queries, rotated with the keys where they are to `turn`.
+        """Encodes the new keys and values [S, H, D] of a layer in one launch, bytes as of `write_keys`, `write_values`.
+
+        Returns the queries, rotated with the keys where `turn` is set.
         """
         assert self._target is not None
         fmt, page, slot = self._target

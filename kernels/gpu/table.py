@@ -171,9 +171,7 @@ class DeviceTable(PageTable):
     def find_extreme(
         self, rows: Tensor, tier: int, fmt: PageFormat, search: SlotSearch, *, over_layer: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As `PageTable.find_extreme`, with numbers per sequence; `over_layer` compares the mean over a layer's
-        heads.
-        """
+        """See `PageTable.find_extreme`, with one number per sequence; `over_layer` compares means over a layer."""
         shape, first = (len(rows), *self.shape[1:]), search.first
         value = torch.empty(shape, dtype=torch.float32, device=rows.device)
         slot, pos = (torch.empty(shape, dtype=torch.int64, device=rows.device) for _ in range(2))
@@ -250,8 +248,9 @@ class DeviceTable(PageTable):
     def reserve(
         self, lists: Tensor, tier: int, count: Tensor, *, at_most: int | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """As `PageTable.reserve`, into `out` where it is given; all -1 when refused. Where so many pages are free for
-        sure, nothing is waited for, and a table row that is full is learnt of later.
+        """See `PageTable.reserve`; writes to `out` if passed, all -1 when refused.
+
+        If enough pages are free for certain there is no synchronisation, and a full table row is reported later.
         """
         knows = at_most is not None and self.pool.takes(at_most)
         first = torch.empty(len(lists), dtype=torch.int64, device=lists.device) if out is None else out
@@ -306,8 +305,9 @@ class DeviceTable(PageTable):
             launch(_commit, (1,), pool.state, pool.status, sums, faults, blocks, RELEASE=release, BP=padded)
 
     def plan_compaction(self, lists: Tensor, tier: int, keep: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
-        """The moves of `PageTable.plan_compaction` list by list: source and target slots int32 [M, n], -1 behind the
-        last move; and the new slot counts, int64 [M]. Nothing is moved yet.
+        """Moves of `PageTable.plan_compaction` by list: source and target slots int32 [M, n], -1 after the last move.
+
+        Also the new slot counts, int64 [M]. Nothing is moved yet.
         """
         width, keep = keep.shape[1], keep.contiguous().view(torch.uint8)
         sources, targets = (torch.empty(len(lists), width, dtype=torch.int32, device=lists.device) for _ in range(2))

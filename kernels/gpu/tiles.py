@@ -50,8 +50,9 @@ def scaled_query(planes, SIDE: tl.constexpr):
 
 @triton.jit
 def _live_runs(t, held, T: tl.constexpr):
-    """Slots of whole runs that begin before `held`: a mask that may change from slot to slot makes every load a single
-    byte.
+    """Mask of whole runs of slots that begin before `held`.
+
+    A mask that may change from slot to slot makes every load a single byte.
     """
     RUN: tl.constexpr = 16 if T % 16 == 0 else 8
     return ((t // RUN) * RUN < held) & (t < T)
@@ -129,8 +130,9 @@ def key_logits(
     q, q_sum, base, start, held, meta, D: tl.constexpr, T: tl.constexpr, BT: tl.constexpr, OP: tl.constexpr,
     SIDE: tl.constexpr,
 ):  # fmt: skip
-    """k . q for BT slots of a page from `start` on, fp32 [BT, GP], the scales of single slots folded in after the
-    product; `meta` as `key_metadata` loads it. The logits of slots from `held` on are anything.
+    """Products k . q for BT slots of a page from `start` on, fp32 [BT, GP], with slot scales folded in.
+
+    `meta` is as loaded by `key_metadata`. The logits of slots from `held` on are arbitrary.
     """
     t = start + tl.arange(0, BT)
     w = tl.arange(0, SIDE.WP)
@@ -198,8 +200,9 @@ def key_angles(
     angles, frequencies, seen, seq, held, token, live, angle_row, HALF: tl.constexpr, HP: tl.constexpr,
     TURN: tl.constexpr,
 ):  # fmt: skip
-    """The angles of the given slots' keys, fp32 [BT, HP]: as they are given (TURN = 1), by their ages, seen from the
-    newest of the list's `held` tokens (2), or by their own numbers (3).
+    """Angles of the slots' keys, fp32 [BT, HP], by TURN.
+
+    Stored (1), by age, relative to the newest of the list's `held` tokens (2), or by slot number (3).
     """
     h = tl.arange(0, HP)
     mask = h < HALF

@@ -55,8 +55,9 @@ def quantize(
 
 
 def dequantize(codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int, *, symmetric: bool = False) -> Tensor:
-    """Inverse of `quantize` in fp32, with the stored fp16 scale and zero (broadcast against `codes`); symmetric codes
-    need no zero.
+    """Inverse of `quantize` in fp32, with stored fp16 scale and zero (broadcast against `codes`).
+
+    Symmetric codes need no zero.
     """
     values = codes.float()
     if symmetric:
@@ -177,8 +178,9 @@ def _encode_table(x: Tensor, scale: Tensor, code: Code) -> tuple[Tensor, Tensor]
 
 
 def _encode_up(x: Tensor, code: Code) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Codes as llama.cpp and vLLM round them: times the reciprocal of the fp32 scale, halves up. Of a scale that is not
-    finite, all codes are 0.
+    """Codes rounded as in llama.cpp and vLLM: times the reciprocal of the fp32 scale, halves up.
+
+    A scale that is not finite gives codes 0.
     """
     low, top = torch.zeros_like(x[..., :1]), 2**code.bits - 1
     if code.zero:
@@ -228,8 +230,10 @@ def decode(codes: Tensor, scale: Tensor | None, zero: Tensor | None, code: Code)
 
 
 def encode_apart(x: Tensor, code: Code, count: int) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor]:
-    """As `encode` with a calibrated table, and what some elements have beyond their codes: with a scale the largest
-    ones, which it does not span then, else those that their codes miss by most.
+    """`encode` with a calibrated table, and the remainders of some elements.
+
+    With a scale these are the largest elements, which the scale then does not span; else those with the largest coding
+    errors.
 
     Args:
         x: [..., n].
@@ -252,8 +256,9 @@ def encode_apart(x: Tensor, code: Code, count: int) -> tuple[Tensor, Tensor | No
 
 
 def _encode_levels(x: Tensor, code: Code, apart: Tensor | None = None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Codes of a calibrated table, with fp16 scale and zero [..., 1] where it has them: those that are stored are those
-    that numbers are coded with. Elements `apart` (int64 [..., count]) do not count for them.
+    """Codes of a calibrated table, with fp16 scale and zero [..., 1] where it has them.
+
+    Numbers are coded with the stored, rounded scale and zero. Elements `apart` (int64 [..., count]) do not enter them.
     """
     scale = zero = None
     if code.scale != "none":

@@ -12,8 +12,9 @@ WINDOW_ROWS = 256  # queries whose keys are looked at together
 
 
 class WindowOperations(Operations):
-    """Operations of a prompt on layers with a window; `Backend` has the legend. Masks are as large as the product of a
-    block of queries and what their windows hold, never of the prompt and itself.
+    """Prompt operations on layers with a window; see `Backend` for the shapes.
+
+    Masks have the size of a block of queries times its windows, never of the prompt squared.
     """
 
     def window_attention(

@@ -138,8 +138,9 @@ class CompressedCache(_Cache):
         return torch.stack(logits)
 
     def _go_on(self, tokens: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:
-        """Read more of every row (int64 [B, n]): a step of one token, or the next turn of a conversation, which may
-        have padding in front; logits [B, vocabulary] after it.
+        """Reads more of every row (int64 [B, n]); returns logits [B, vocabulary] after it.
+
+        A step of one token, or the next turn of a conversation, which may have padding in front.
         """
         width = tokens.shape[1]
         if len(tokens) != len(self._rows):
@@ -163,9 +164,10 @@ class CompressedCache(_Cache):
     def _expect(
         self, arguments: dict[str, Any], prompt: Tensor | None, most: int | None, returned: bool
     ) -> "BatchCache":
-        """The cache with which `generate` reads a prompt (int64 [B, N]) and adds `most` tokens (None = not set;
-        the last one is not read): a new one, or where it is given one that holds rows, that one; raises ValueError
-        unless the next turn fits behind these.
+        """Cache with which `generate` reads a prompt (int64 [B, N]) and adds `most` tokens.
+
+        None = not set; the last token is not read. A new cache, or the one passed if it holds rows: then ValueError is
+        raised unless the next turn fits.
         """
         if (held := _taken(arguments, self)) is not None:
             self._check_room(self._columns.check_conversation(prompt) + (most or 1) - 1)
@@ -392,8 +394,9 @@ def _arguments(
 
 
 def _taken(arguments: dict[str, Any], cache: CompressedCache) -> BatchCache | None:
-    """Cache of prompts among the arguments of a call: itself or the block's, which is that of the last prompts; None
-    without one, or where the block's holds nothing. Any other cache is refused, under each of its names.
+    """Cache of prompts among the arguments of a call: this one or the block's last one.
+
+    None without one, or where the block's is empty. Any other cache is refused, under each of its names.
     """
     batch = None
     for name in hf.CACHE_NAMES:

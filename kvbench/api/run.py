@@ -219,8 +219,9 @@ def _run(
     model: Mapping[str, Any] | None = None,
     loaders: Loaders | None = None,
 ) -> list[Result]:
-    """Run calls with the arguments of `run`, in cross-run batches where possible; raises the error of the first that
-    failed, once all have ended.
+    """Runs calls with the arguments of `run`, in cross-run batches where possible.
+
+    Raises the error of the first that failed, once all have ended.
 
     Args:
         policy: Instead of the method of each.
@@ -291,8 +292,9 @@ def _words(
 
 
 def sweep(method: str | Sequence[str] = "diffkv", **choices: Any) -> Results:
-    """Run every combination of settings, as `-m` does on the command line: a prompt is read once for all methods, and
-    a method's setting goes to the methods that have it.
+    """Runs every combination of settings, as `-m` does on the command line.
+
+    A prompt is read once for all methods, and a method's setting goes to the methods that have it.
 
     Args:
         method: Name, or names.

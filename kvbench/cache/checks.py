@@ -118,8 +118,9 @@ class CheckedPlans:
         return _PolicyCall(self._policy, call, view, self._pages.table.num_slots.device)
 
     def prefill(self, view: PrefillView, score: Tensor | None, begins: bool = True) -> PrefillPlan:
-        """The plan for a prompt; `score` fp32 [V, H, N] is the view's statistics, or None; `begins` says whether these
-        are the first of its layers.
+        """Plan for a prompt; `score` fp32 [V, H, N] is the view's statistics, or None.
+
+        `begins` says whether these are the first of its layers.
 
         Raises:
             ValueError: It breaks a rule; where that shows only later, `Pages.counts` says so.

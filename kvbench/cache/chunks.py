@@ -25,9 +25,11 @@ from kvbench.policy import ALL_QUERIES, EVICT, Policy
 
 @dataclass
 class _Reading:
-    """A prompt of which a part was read: its tokens in all; per layer and tier, int32 [H, slots] position of each slot,
-    -1 past a list's end; per layer, fp32 [H, total] what tokens got from all queries so far, where that is asked; and
-    the chunk's layers that wait for the last one (keys, values, scores).
+    """State of a prompt that is read in chunks.
+
+    The prompt's length; per layer and tier, int32 [H, slots] the position of each slot, -1 past a list's end; per
+    layer, fp32 [H, total] scores from all queries so far, where the policy needs them; and the chunk's layers that wait
+    for the last one (keys, values, scores).
     """
 
     total: int
@@ -68,8 +70,9 @@ class Chunks:
         self._open.pop(row, None)
 
     def read(self, row: int, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Attends from one layer of a chunk (q [Hq, n, D], k and v [H, n, D], post-RoPE), and plans and writes it; for
-        scope `model`, all layers with the last one. Returns [Hq, n, D], fp32 or the dtype of `q`.
+        """Attends from one layer of a chunk (q [Hq, n, D], k and v [H, n, D], post-RoPE), then plans and writes it.
+
+        For scope `model`, all layers are planned with the last one. Returns [Hq, n, D], fp32 or the dtype of `q`.
         """
         reading, backend = self._open[row], self._holding.pages.backend
         softmax = self._holding.softmax_of(layer)
@@ -102,8 +105,9 @@ class Chunks:
     # What is held.
 
     def _past(self, row: int, layer: int, reading: _Reading) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Keys and values fp32 [H, M, D] that are held of the chunks before, as a chunk attends to them; bool [H, M]
-        which are no padding; int64 [H, M] positions, -1 for padding.
+        """Held keys and values fp32 [H, M, D] of earlier chunks, as a chunk attends to them.
+
+        With a bool [H, M] mask of those that are no padding, and int64 [H, M] positions, -1 for padding.
         """
         holding, pages = self._holding, self._holding.pages
         heads, device = pages.shape[2], self._shape.device
@@ -138,8 +142,9 @@ class Chunks:
         scale: float,
         reading: _Reading,
     ) -> Tensor | None:
-        """fp32 [1 + len(also), H, N] numbers of held tokens and of the chunk, `GONE` (and 0 for the further ones) for
-        the others; None where the policy needs none.
+        """Scores fp32 [1 + len(also), H, N] of held tokens and of the chunk; None where the policy needs none.
+
+        Dropped tokens have `GONE`, and 0 in the further fields.
         """
         if not self._holding.scores.spec.measures_prompts:
             return None

@@ -30,8 +30,9 @@ ITEMS = (
 
 @dataclass
 class RowMeter:
-    """Bytes of one row over time: peaks, and sums over decode steps of resident bytes and of their ratio to the fp16
-    bytes of the same tokens.
+    """Bytes of one row over time.
+
+    Peaks, and sums over decode steps of resident bytes and of their ratio to the fp16 bytes of the same tokens.
 
     Args:
         staging_peak_bytes: Largest amount of an uncompressed prompt held while planning: keys and values, and what a
@@ -88,8 +89,9 @@ class Ledger:
     # What is held now.
 
     def fixed_row_bytes(self, prompt_tokens: int | None = None, new_tokens: int = 0) -> tuple[int, int, int]:
-        """Bytes of one row that stay the same from its prompt on: (tables and counters, residual rings, codebooks); of
-        a prompt of so many tokens and most tokens read behind it; None = as each row is allocated, for the longest.
+        """Constant bytes of one row from its prompt on: (tables and counters, residual rings, codebooks).
+
+        For `prompt_tokens` and at most `new_tokens` after it; None = as each row is allocated, for the longest.
         """
         slots = None if prompt_tokens is None else most_slots(self._policy, prompt_tokens, new_tokens)
         fixed = rings = 0
@@ -104,9 +106,7 @@ class Ledger:
 
     @property
     def book_bytes(self) -> int:
-        """Bytes of a model's codebooks and offsets of keys, which all rows share and each is billed as if it were
-        alone.
-        """
+        """Bytes of a model's codebooks and key offsets, which all rows share and each is billed in full."""
         codebooks = [part.pages.codebooks for part in self._parts if part.pages.codebooks is not None]
         books = sum(books.table_bytes + books.channel_bytes * self._ranks.size for books in codebooks)
         offsets = [part.offsets for part in self._parts if part.offsets is not None]
@@ -118,8 +118,9 @@ class Ledger:
         return self._pages.pool.page_bytes + self._pages.pool.free_list.element_size()
 
     def resident_bytes(self, rows: Tensor) -> Tensor:
-        """Resident bytes of rows, int64 [S]: pages with their free-list entries, tables, counters, rings and
-        codebooks; and windows and states.
+        """Resident bytes of rows, int64 [S].
+
+        Pages with their free-list entries, tables, counters, rings and codebooks; and windows and states.
         """
         fixed = torch.tensor([self._fixed_of(row) for row in rows.tolist()], dtype=torch.int64, device=rows.device)
         return fixed + self._paged_bytes(rows)
@@ -149,8 +150,9 @@ class Ledger:
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes that the rows together hold less than their resident bytes say, because they share pages and codebooks:
-        a row is billed what it would hold alone, so that its bytes do not depend on what is beside it.
+        """Bytes saved by sharing of pages and codebooks: billed minus really held.
+
+        A row is billed what it would hold alone, so that its bytes do not depend on other rows.
         """
         shared = [part.pages.pool.others for part in self._parts]
         (num_pages,) = self._ranks.totals([sum(int(others.sum()) for others in shared if others is not None)])
@@ -231,8 +233,9 @@ class Ledger:
         self._fixed[row] = sum(self.fixed_row_bytes(prompt_tokens, new_tokens), self._shape.state_bytes)
 
     def resize(self, row: int, new_tokens: int) -> None:
-        """Notes another limit of the tokens behind a prompt that was read for several rows. Peaks so far are those that
-        the row would have had alone.
+        """Changes the limit of tokens after a prompt that was read for several rows.
+
+        Peaks so far are those of the row alone.
         """
         if row not in self._sizes:
             return
@@ -297,8 +300,10 @@ class Ledger:
             self.meters[row].prompt["budget_tokens"] = tokens
 
     def note_chunks(self, row: int, chunks: int, at_once_bytes: int) -> None:
-        """Notes that a prompt was read in so many chunks, which has just ended; at once, so many bytes of uncompressed
-        keys and values would have lain beside the row, of the layers that are planned together.
+        """Notes that a prompt, now complete, was read in `chunks` chunks.
+
+        `at_once_bytes` are the uncompressed keys and values, of the layers planned together, that reading it at once
+        would have held in addition.
         """
         self.meters[row].prompt["prompt_chunks"] = chunks
         self.meters[row].one_shot_peak_bytes = self.row_bytes(row) + at_once_bytes
@@ -368,8 +373,9 @@ class Ledger:
         return receive
 
     def report(self, row: int) -> tuple[dict, dict]:
-        """The ledger and the kept-token summary of a finished row, as they go into the journal: `ledger` and `kept` of
-        `kvbench.results.sample.SampleRecord`.
+        """Ledger and kept-token summary of a finished row, as written to the journal.
+
+        `ledger` and `kept` of `kvbench.results.sample.SampleRecord`.
         """
         self._settle()
         items, meter = self.itemise(row), self.meters[row]

@@ -30,8 +30,9 @@ SPARE_PAGES = 2  # of a list, on a device
 
 
 class TierMap:
-    """Tier that a plan's tier 0 stands for in every list of a row, where formats differ from layer to layer or head to
-    head. It is kept on the host, so that work tier by tier has sizes that are read from no device.
+    """Tier that a plan's tier 0 stands for in every list of a row, where formats differ by layer or head.
+
+    It is kept on the host, so that sizes of work per tier need no synchronisation.
     """
 
     def __init__(self, table: tuple[tuple[int, ...], ...], device: torch.device) -> None:
@@ -65,8 +66,9 @@ def _indices_of(tier: int, tiers: list[int] | tuple[int, ...], device: torch.dev
 
 
 class Pages:
-    """The page pool, the page tables and the formats of all tiers, which share one page size, with the backend that
-    computes on them, for lists of the shape (rows, layers, heads) of so many slots at most over all tiers.
+    """Page pool, page tables and formats of all tiers, which share one page size, with their backend.
+
+    For lists of the shape (rows, layers, heads) of at most `max_slots` slots over all tiers.
 
     Args:
         budget_bytes: Limit on the pool. None lets it grow in main memory. On a GPU the pool is as large as the lists
@@ -189,8 +191,9 @@ class Pages:
         return base[:, None] + torch.arange(self.shape[2], device=rows.device)
 
     def taking_part(self, wanted: Tensor) -> Tensor | slice:
-        """Indices of True in bool [n]; on a device all indices, since no size may depend on content: an entry that
-        takes no part has slot or page -1 there, which every kernel skips.
+        """Indices of True in bool [n]; on a device all indices, since no size may depend on content.
+
+        There an entry that is not `wanted` has slot or page -1, which every kernel skips.
         """
         return slice(None) if self.on_device else wanted.nonzero()[:, 0]
 
@@ -201,8 +204,10 @@ class Pages:
         return self.table.num_slots[tier, lists].long()
 
     def tier(self, tier: int, lists: Tensor, width: int | None = None, known: Tensor | None = None) -> TierPages:
-        """The kernels' description of a tier of lists (int64 of any shape): `width` pages are named per list, None = as
-        many as the longest has; `known` are the slots that they hold, where the caller has asked.
+        """Kernel operand of a tier of lists (int64 of any shape).
+
+        `width` pages are named per list, None = as many as the longest has; `known` are the slots that they hold, if
+        the caller has read them.
         """
         held = self.held(tier, lists) if known is None else known
         if width is None:
@@ -214,9 +219,7 @@ class Pages:
         return int(-(-held.max() // self.formats[tier].tokens_per_page)) if held.numel() else 0
 
     def width(self, numbers: Sequence[int], tier: int) -> int | None:
-        """Upper bound of the pages that a list of these rows has in a tier, from host counts; None where it is
-        unknown.
-        """
+        """Upper bound of the pages that a list of these rows has in a tier, from host counts; None if unknown."""
         if self.counts.at_full_width or self.counts.log is not None:  # a captured step runs again for longer lists
             return self.table.max_pages
         slots = self.host.longest(numbers, tier) if self.on_device else None
@@ -245,8 +248,9 @@ class Pages:
     def step_tiers(
         self, rows: Rows, lists: Tensor, rotation_of: Callable[[int], KeyRotation | None]
     ) -> list[TierTable]:
-        """The tiers of all lists (int64 [S, L, H]) as a step of rows reads them, only on a device; `rotation_of` says
-        how keys of so many slots per list at most are turned.
+        """Tiers of all lists (int64 [S, L, H]) for a step of rows; only on a device.
+
+        `rotation_of` maps the most slots per list to the rotation of its keys.
         """
         tables = []
         for tier, fmt in enumerate(self.formats):
@@ -262,8 +266,9 @@ class Pages:
     def tracked(
         self, tier: int, rows: Rows, lists: Tensor, known: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The score fp32 and position int64 of every slot, 0 and -1 where a field is not tracked, and bool: the list
-        holds it; [M, n] each. And int64 [M] slots held; `known` as for `tier`.
+        """Score fp32, position int64 and held mask bool of every slot, [M, n] each, and int64 [M] slots held.
+
+        Untracked fields are 0 and -1; `known` is as for `tier`.
         """
         fmt, pages = self.formats[tier], self.width(rows.numbers, tier)
         if self.on_device and pages is not None:
@@ -282,8 +287,9 @@ class Pages:
     def find_extreme(
         self, tier: int, rows: Rows, known: Tensor | None, search: SlotSearch, over_layer: bool
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Value, slot and position [S, L, H] of the smallest value in every list of rows, found where the slots lie, by
-        a search per row; None where nothing searches slots in place. `known` as for `tier`, `over_layer` as for
+        """Value, slot and position [S, L, H] of the smallest value in every list of rows; None without in-place search.
+
+        One search per row over the slots in their pages. `known` is as for `tier`, `over_layer` as for
         `DecodeView.argmin`.
         """
         fmt = self.formats[tier]
@@ -365,8 +371,9 @@ class Pages:
         return self.backend.read_slots(self.pool.pages, self.formats[tier], page, slot)
 
     def demote(self, tier: int, other: int, source: tuple[Tensor, Tensor], target: tuple[Tensor, Tensor]) -> None:
-        """Re-quantises slots (page and slot, int64 [M] each) into another tier, score and position included; a page
-        below 0 is passed over.
+        """Re-quantises slots (page and slot, int64 [M] each) into another tier, score and position included.
+
+        Entries with a page below 0 are skipped.
         """
         pages, formats = self.pool.pages, self.formats
         if self.on_device:
@@ -390,8 +397,9 @@ class Pages:
         scores[ids] = torch.where(live.any(), 0.0, scores[ids])
 
     def compact(self, tier: int, lists: Tensor, keep: Tensor) -> None:
-        """Drops the slots of lists (int64 [M]) that `keep` (bool [M, n]) does not name, closes the gaps, and returns
-        the emptied pages. The lists share no page with others (`PageTable.unshare_all`).
+        """Drops slots of lists (int64 [M]) outside `keep` (bool [M, n]), closes the gaps, returns emptied pages.
+
+        The lists share no page with others (`PageTable.unshare_all`).
         """
         fmt = self.formats[tier]
         self.table.compact(lists, tier, keep, fmt, partial(self.backend.move_slots, self.pool.pages, fmt))

@@ -32,8 +32,9 @@ class ReplayCheck(Generic[Subject]):
         self._counts: Counter[str] = Counter()
 
     def of(self, call: str, begins: bool = True) -> Subject | None:
-        """Copy to call now, or None. Calls that `begin` nothing, such as those about a prompt's later layers, go to the
-        copy of the call before, or to none.
+        """Copy to call now, or None.
+
+        Calls that do not `begin` a prompt, such as those for later layers, go to the copy of the previous call, if any.
         """
         if begins:
             number = self._counts[call]
@@ -55,8 +56,9 @@ def _copied(subject: Subject) -> Subject:
 
 
 def differ(one: object, other: object, most: float = 0.0) -> Tensor | bool:
-    """True where two answers are not the same, in more than a share `most` of a tensor's numbers: bool [] on their
-    device, or a plain one where no number has to be looked at.
+    """True where two answers differ, in more than a share `most` of a tensor's elements.
+
+    A bool [] tensor on their device, or a Python bool where no element has to be compared.
     """
     pairs = list(zip_longest(_leaves(one), _leaves(other)))
     tensors = [(a, b) for a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape]

@@ -9,8 +9,9 @@ from kvbench.policy import Budget, Policy
 
 
 class SolvedBudget:
-    """The tokens per list that each row may keep, so that all it comes to hold stays within a budget in bytes:
-    `tokens`, int64 [rows], as `open` found them; empty without a `budget`.
+    """Tokens per list that each row may keep within a budget in bytes.
+
+    `tokens`, int64 [rows], as solved by `open`; empty without a `budget`.
 
     All of it counts: pages, also those that are not full, with their tracked fields; page tables and counters; rings.
     The row is sized for the longest answer that it was opened for, and misses the budget then by less than a page per
@@ -46,8 +47,9 @@ class SolvedBudget:
             self.tokens[row] = self.solve(prompt_tokens, new_tokens)
 
     def solve(self, prompt_tokens: int, new_tokens: int) -> int:
-        """Most tokens per list (their mean, where lists share the budget) that stay within the budget, for a prompt and
-        most tokens read behind it; refuses a budget that is too small, and names the smallest.
+        """Most tokens per list that stay within the budget for a prompt and at most `new_tokens` after it.
+
+        The mean, where lists share the budget. Refuses a budget that is too small, and names the smallest.
         """
         assert self.budget is not None
         step, budget = self._policy.budget_step, int(self.budget.value)

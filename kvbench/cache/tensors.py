@@ -50,8 +50,9 @@ class Measurer:
 
 
 class MeasuredTensors(LayerTensors):
-    """A layer, or those of its KV heads (`heads` int64 [h] of `num_heads`) that hold as many tokens: k, v [h, n, D] and
-    pos int64 [h, n] in the order of positions, so many `tokens_seen`.
+    """A layer, or those of its KV heads (`heads` int64 [h] of `num_heads`) that hold equally many tokens.
+
+    k, v [h, n, D] and pos int64 [h, n] in position order, at `tokens_seen` tokens.
     """
 
     def __init__(
@@ -102,9 +103,11 @@ class MeasuredTensors(LayerTensors):
 
 
 class PromptTensors(MeasuredTensors):
-    """One layer of a prompt: q [Hq, N, D] or None where the prompt comes without; k, v [H, N, D] at the cache's
-    granularity; the arguments of the attention call, the results of further passes, and fp32 [Hq, N] the log-sum-exp of
-    every query's logits, where they are at hand.
+    """One layer of a prompt.
+
+    q [Hq, N, D], None if the prompt comes without queries; k, v [H, N, D] at the cache's granularity; the arguments of
+    the attention call, the results of further passes, and fp32 [Hq, N] the log-sum-exp of every query's logits, if
+    available.
     """
 
     def __init__(
@@ -158,8 +161,9 @@ class PromptTensors(MeasuredTensors):
 
 
 class SlotTensors(MeasuredTensors):
-    """Slots of a row as pages give them back, with q [Hq, w, D] the last queries of all heads, and fp32 [h, n] tracked
-    scores, or None.
+    """Slots of a row as read from pages.
+
+    With q [Hq, w, D] the last queries of all heads, and fp32 [h, n] tracked scores, or None.
     """
 
     def __init__(
@@ -181,9 +185,10 @@ class SlotTensors(MeasuredTensors):
 
 
 class ChunkTensors(MeasuredTensors):
-    """Held tokens of a prompt that is read in chunks, the newest chunk included, whose queries of all heads are q [Hq,
-    n, D]. `before`, fp32 [h, m], are the sums over the queries of earlier chunks, None where only the newest queries
-    count; `summed` adds those of this chunk, once a statistic has read them.
+    """Held tokens of a prompt that is read in chunks, the newest chunk included, whose queries are q [Hq, n, D].
+
+    `before`, fp32 [h, m], are the sums over the queries of earlier chunks, None where only the newest queries count;
+    `summed` adds those of this chunk, once a statistic has read them.
     """
 
     def __init__(self, measurer: Measurer, layer: int, *, q: Tensor, before: Tensor | None, **held: Any) -> None:

@@ -19,8 +19,9 @@ By = Literal["mean", "score", "pos"]
 
 
 class SlotsView(DecodeView):
-    """A view that finds slots among all that `slots` gives; of queries those count that the policy's `ScoreSpec` has in
-    its `prefill_queries` and `skip_near`.
+    """View that searches all slots of `slots`.
+
+    Queries count by `prefill_queries` and `skip_near` of the policy's `ScoreSpec`.
     """
 
     def __init__(self, spec: ScoreSpec) -> None:
@@ -31,8 +32,10 @@ class SlotsView(DecodeView):
         """Slots of each list that `slots` shows, held or not."""
 
     def mean_score(self, tier: int) -> Tensor:
-        """Score divided by the queries counted so far, fp32 [S, L, H, n]: a prompt token counts the prompt queries of
-        the ScoreSpec from itself on, or from its `skip_near`, then one per decode step.
+        """Score divided by the queries counted so far, fp32 [S, L, H, n].
+
+        A prompt token counts the prompt queries of the ScoreSpec from itself on, or from its `skip_near`, then one per
+        decode step.
         """
         arrays, spec = self.slots(tier), self._spec
         origin = arrays.pos + spec.skip_near
@@ -59,8 +62,9 @@ class SlotsView(DecodeView):
         first: int | Tensor = 0,
         over_layer: bool = False,
     ) -> Extreme:
-        """`argmin`, or the slot at an `exact` position, among the gathered fields of a tier: the smallest value, then
-        the smallest position; slot -1 where nothing is eligible.
+        """`argmin`, or the slot at an `exact` position, among the gathered fields of a tier.
+
+        The smallest value, then the smallest position; slot -1 where nothing is eligible.
         """
         arrays = self.slots(tier)
         value, pos = arrays.score, arrays.pos

@@ -34,8 +34,10 @@ def less_windows(options: StoreOptions, rows: int, held_bytes: int) -> StoreOpti
 
 
 def window_tier(policy: Policy, how: str) -> Tier:
-    """The precision of windows beside a method: `exact`, which is 16 bits, or the model's own dtype where the method
-    keeps that; or that of the `method`, which is refused where a slot cannot have it by itself.
+    """Precision of the windows of a model under a method.
+
+    `exact` is 16 bits, or the model's dtype where the method keeps that; `method` is that of the method, which is
+    refused where a single slot cannot have it.
     """
     (first, *others), reason = policy.tiers, ""
     if how == "exact":

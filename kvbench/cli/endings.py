@@ -1,5 +1,6 @@
-"""Exit handling of a command: error messages by kind of error; Ctrl-C, a closed terminal and a scheduler's SIGTERM are
-handled alike.
+"""Exit handling of a command: error messages by kind of error, and signals.
+
+Ctrl-C, a closed terminal and a scheduler's SIGTERM are handled alike.
 """
 
 import contextlib

@@ -10,8 +10,9 @@ _held: list[int] = []  # the lock of this process's GPU; the kernel lets go of i
 
 
 def claim(folder: Path | None = None) -> str | None:
-    """Take a GPU for this process, the least taken of those it sees, before torch uses one; torch then sees this one
-    alone.
+    """Reserve the least used visible GPU for this process, before torch uses one.
+
+    torch then sees this one alone.
 
     The second call of a process changes nothing.
 

@@ -89,8 +89,9 @@ def check_whole_texts(names: Sequence[str], arguments: Sequence[str]) -> None:
 
 
 def with_defaults(arguments: Sequence[str]) -> list[str]:
-    """Add kvbench's model where tasks have none, and `--device auto` for it where none is named: lm-eval itself would
-    take its own model `hf`, and the first GPU.
+    """Add kvbench's model where tasks have none, with `--device auto` where no device is named.
+
+    lm-eval's defaults are its model `hf` and the first GPU.
     """
     whole, flags = list(arguments), _flags(arguments)
     if flags.tasks and flags.model is None and flags.config is None:

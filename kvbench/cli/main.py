@@ -134,8 +134,9 @@ def _keeps(arguments: list[str]) -> str:
 
 
 def run_command(overrides: list[str], listed: "Listed | None" = None) -> int:
-    """Compose the configuration and run one experiment, or a sweep, whose jobs may be listed; returns the worst exit
-    code.
+    """Compose the configuration and run one experiment or a sweep; returns the worst exit code.
+
+    The jobs of a sweep may be listed.
     """
     from kvbench.cli import showing, sweeping
     from kvbench.config.compose import check_choices, explained, with_swept_groups

@@ -101,8 +101,9 @@ def _prompt(cfg: DictConfig, folder: Path, record: SampleRecord) -> tuple[list[t
 
 
 def rebuild(cfg: DictConfig, folder: Path, sample_id: str) -> "tuple[Request, str]":
-    """Make the prompt of a sample again, from the task's data and the model's tokenizer: the request, and its text as
-    the model read it, with what else was said in a conversation.
+    """Rebuild the prompt of a sample from the task's data and the model's tokenizer.
+
+    Returns the request, and its text as read by the model, with the other turns of a conversation.
     """
     if not (folder / "config.yaml").is_file():
         raise ValueError(f"{folder} has no config.yaml, which names task and model")

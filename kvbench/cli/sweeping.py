@@ -135,8 +135,9 @@ def combinations(words: Sequence[str]) -> list[list[str]]:
 
 
 def job_labels(jobs: Sequence[Sequence[str]]) -> list[str]:
-    """Label each job by the words that differ, such as `snapkv budget=0.25`; its method in any case, and of words that
-    always go with one task the task alone.
+    """Label each job by the words that differ, such as `snapkv budget=0.25`.
+
+    The method is always named; of words that always occur with one task the task alone.
     """
     common = Counter(word for job in jobs for word in set(job))
     holders = {word: {number for number, job in enumerate(jobs) if word in job} for word in common}

@@ -153,8 +153,9 @@ def spelled(name: str) -> str:
 
 
 def options(group: str, conf: Path | None = None) -> dict[str, str]:
-    """Names of a group's configurations and what each is, in one folder or in kvbench's own and the user's; of a file
-    of the user's that cannot be read, why.
+    """Names of a group's configurations with a description each, in one folder or in kvbench's and the user's.
+
+    For an unreadable file of the user's, the reason.
     """
     return {name: _fault(path) or describe(path) for name, path in _paths(group, conf).items()}
 

@@ -12,9 +12,10 @@ _MARK_TOKENS = 12  # more than a tokenizer takes for one of the two marks, and f
 
 @dataclass
 class Answer:
-    """An answer in the making: its tokens and the rule that ends it, at the latest where the model's context has no
-    `room` behind the prompt. Stop strings are not looked for in thoughts, and thoughts with a budget of their own do
-    not count as the answer's length.
+    """An answer in progress: its tokens and the rule that ends it.
+
+    It ends at the latest where the model's context has no `room` after the prompt. Stop strings are not searched in
+    thoughts, and thoughts with a budget of their own do not count as the answer's length.
     """
 
     request: Request
@@ -112,8 +113,9 @@ class Answer:
             self._thinking = not ended
 
     def _find_stop(self, first: int) -> int | None:
-        """The place where the first stop string begins in the text of the tokens from `first` on. Those complete within
-        the first `min_new_tokens` tokens do not count, not even once the answer is longer.
+        """Position of the first stop string in the text of the tokens from `first` on.
+
+        Those complete within the first `min_new_tokens` tokens do not count, not even once the answer is longer.
         """
         if not self.request.stop or len(self.token_ids) <= self.request.min_new_tokens or self._thinking:
             return None

@@ -73,8 +73,10 @@ class Batch:
         self._modes = modes.read(quick=True)
 
     def answer(self) -> Generator[Request | Step]:
-        """Answers all requests; gives each before its prompt is read, and steps that are shared (`DecodeLoop`) before
-        they are made. Whatever is raised, no row stays open.
+        """Answers all requests.
+
+        Yields each before its prompt is read, and shared steps (`DecodeLoop`) before they are made. Whatever is raised,
+        no row stays open.
         """
         while self.reason and (request := self._queue.first(0)) is not None:
             self._queue.take()
@@ -182,8 +184,9 @@ class Batch:
         return rows is not None
 
     def _refuse(self, request: Request, reason: str, held: bool, in_pool: bool) -> None:
-        """Has a request wait for which there was no memory while others had theirs; alone, it is tried with a smaller
-        pool, where the pool was not what was too small, and else recorded as `oom`.
+        """Requeues a request that found no memory while others had theirs.
+
+        Alone, it is tried with a smaller pool, unless the pool was what was too small, and else recorded as `oom`.
         """
         if self._num_live or held:
             self._queue.put_back([request])
@@ -247,8 +250,9 @@ class Batch:
             self._note_end(sample.request)
 
     def _restart(self, reason: str, was_spoiled: bool, in_pool: bool) -> None:
-        """Closes all rows; their requests begin again, step by step or half as many at once; a single one that found no
-        memory begins again with a smaller pool, or is recorded as `oom`.
+        """Closes all rows and restarts their requests, step by step or half as many at once.
+
+        A single one without memory restarts with a smaller pool, or is recorded as `oom`.
         """
         samples = [*self._samples.values(), *([self._reading[0]] if self._reading else ())]
         held = self._reader.contexts.is_open

@@ -18,9 +18,10 @@ def attention_modules(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 
 class OutputProjections(Sequence[Tensor]):
-    """The weights [E, Hq * D] behind attention by layer, each looked up when it is asked for: of packed layers that
-    makes a plain copy, which lives as long as it is used; of weights that are cut over processes it is this one's
-    part.
+    """Output projection weights [E, Hq * D] by layer, each looked up on access.
+
+    Packed layers are unpacked to a plain copy, which lives as long as it is used; of weights split over processes it is
+    the local part.
     """
 
     def __init__(self, modules: Sequence[Any]) -> None:

@@ -19,8 +19,9 @@ from kvbench.engine.sessions import Decode, Session
 
 
 def can_join(runner: Runner) -> bool:
-    """True if a runner's steps can be made with those of others: one process and one place, no layer with a state, and
-    no rotary table that depends on a row's length.
+    """True if a runner's steps can be made with those of others.
+
+    That takes one process, one device, no layer with a state, and no rotary table that depends on a row's length.
     """
     is_plain = type(runner) is Runner and runner.shape.is_whole and not runner.shape.state_bytes
     return is_plain and not runner.lengths
@@ -28,8 +29,9 @@ def can_join(runner: Runner) -> bool:
 
 @dataclass(eq=False)
 class Step:
-    """A decode step that is due: one token for every row of a cache. `finish` makes it, unless `join` has made it with
-    others.
+    """Pending decode step: one token for every row of a cache.
+
+    `finish` makes it, unless `join` has made it with others.
 
     Attributes:
         taken_s: Seconds that it took within a pass: those of its own attention, and of the rest its rows' share.
@@ -88,8 +90,9 @@ class _Pass(Session):
 
 
 def join(steps: Sequence[Step], most: int) -> None:
-    """Makes steps of one model that are due, as many in one pass as have so many rows together; those that no other one
-    fits beside are left to themselves.
+    """Makes pending steps of one model, as many in one pass as have at most `most` rows together.
+
+    Steps that fit with no other one are left alone.
     """
     for group in _groups(steps, most):
         if len(group) > 1:

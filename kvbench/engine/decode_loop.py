@@ -38,9 +38,10 @@ MOST_STEPS = 64  # of a run: in between, progress is shown and what graders foun
 
 @dataclass
 class State:
-    """Static tensors of a captured step: rows (their numbers in a list) with padding, int64 [S] next tokens, sampler
-    state (None = greedy), fp32 [S, vocabulary] logits of the last step. `receive` takes each step's chosen tokens, and
-    which logits were finite.
+    """Static tensors of a captured step.
+
+    Rows (their numbers in a list) with padding, int64 [S] next tokens, sampler state (None = greedy), fp32 [S,
+    vocabulary] logits of the last step. `receive` takes each step's chosen tokens, and which logits were finite.
     """
 
     rows: Rows
@@ -66,9 +67,10 @@ class _Captured:
 
 
 class CapturedSteps:
-    """The captured steps of a runner, one per kind of `State`; without `capture`, nothing is. The runner's cache must
-    have been reserved, and a new one needs new graphs. Counted are steps that were replayed, and those that ran as they
-    are or were captured (`eager`), of which there are `captures`.
+    """Captured steps of a runner, one per kind of `State`; none without `capture`.
+
+    The runner's cache must have been reserved, and a new one needs new graphs. Counts the steps that were replayed,
+    those that ran eagerly or were captured (`eager`), and the `captures`.
     """
 
     def __init__(self, runner: Runner, capture: Capture | None) -> None:
@@ -196,8 +198,10 @@ class CapturedSteps:
 
 
 class Spoiled(ArithmeticError):
-    """A run of steps cannot go on: logits were not finite, and which layer began it is known only where steps are made
-    one by one; or a step could not be captured. Its rows can only be closed, and read again.
+    """A run of steps cannot continue.
+
+    Logits were not finite, and the first such layer is known only where steps are made one by one; or a step could not
+    be captured. Its rows can only be closed, and read again.
     """
 
 
@@ -306,8 +310,9 @@ class DecodeLoop:
         return store.next_step_is_plain(numbers) and store.has_pages_for(len(numbers))
 
     def _run(self, rows: Sequence[Row], tokens: Sequence[int], most: int) -> tuple[float, int]:
-        """Makes up to `most` steps, until a row has ended or a request waits; tokens per second, and number of
-        steps.
+        """Makes up to `most` steps, until a row has ended or a request waits.
+
+        Returns tokens per second and the number of steps.
         """
         (graphs, before), numbers = self._loop(), [row.row for row in rows]
         counts, device = self._runner.store.pages.counts, self._runner.device
@@ -344,8 +349,10 @@ class DecodeLoop:
 
 
 class _Run:
-    """Tokens and measurements of a run of `most` steps at most on their way to its rows. `over` are rows that have
-    ended, by index; `steps` those that the rows have taken in, `num_tokens` the tokens that counted.
+    """Tokens and measurements of a run of at most `most` steps, before its rows receive them.
+
+    `over` are rows that have ended, by index; `steps` those that the rows have received, `num_tokens` the tokens that
+    counted.
     """
 
     def __init__(self, rows: Sequence[Row], most: int, device: torch.device) -> None:

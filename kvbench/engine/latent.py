@@ -24,8 +24,10 @@ def is_latent(module: torch.nn.Module) -> bool:
 
 
 def merged(module: Any, tag: str, latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
-    """Stands for `expand_kv` of a module: where the cache is ours, whose layer hangs on the latent vectors [B, 1, n, R]
-    by the name `tag`, these and the rotary keys [B, 1, n, r] in one, which is key and value; else what the class does.
+    """Stands in for `expand_kv` of a module.
+
+    In kvbench's cache, whose layer hangs on the latent vectors [B, 1, n, R] by the name `tag`, returns these and the
+    rotary keys [B, 1, n, r] in one tensor, which is key and value; else the result of the class.
     """
     if (layer := getattr(latent, tag, None)) is None:
         return getattr(type(module), EXPAND)(module, latent, rotary)
@@ -35,8 +37,9 @@ def merged(module: Any, tag: str, latent: Tensor, rotary: Tensor) -> tuple[Tenso
 
 
 def attend(module: Any, attend: _Attend, query: Tensor, key: Tensor, scale: float) -> Tensor:
-    """Attention of a module's queries [B, Hq, n, nope + r] over latent keys [B, 1, n, R + r], by an attention whose
-    heads are as wide as these keys; [B, Hq, n, V].
+    """Attention of a module's queries [B, Hq, n, nope + r] over latent keys [B, 1, n, R + r]; [B, Hq, n, V].
+
+    `attend` has heads as wide as these keys.
     """
     weight = module.kv_b_proj.weight.detach().unflatten(0, (query.shape[1], -1))  # [Hq, nope + V, R]
     nope, rank = module.qk_nope_head_dim, weight.shape[2]

@@ -18,8 +18,9 @@ PIECE = 256  # positions whose logits are held at once; texts up to here are rea
 
 
 class LongLogits:
-    """Logits of positions one after another, fp32; `logits[i]` is [vocabulary]. The model's head makes them of [n, E]
-    what the last layer gave, normed as the head takes it.
+    """Logits of consecutive positions, fp32; `logits[i]` is [vocabulary].
+
+    The model's head makes them on access from [n, E], the normed output of the last layer.
     """
 
     def __init__(self, model: PreTrainedModel, hidden: Tensor) -> None:
@@ -60,8 +61,9 @@ def take(logits: Logits, indices: Sequence[int]) -> Logits:
 
 
 def read_long(model: PreTrainedModel, num_logits: int, forward: Callable[[], Tensor]) -> LongLogits:
-    """Runs a pass for the logits of its last positions; `forward` runs the model over the text, for the logits of its
-    last position alone.
+    """Runs a pass for the logits of its last positions.
+
+    `forward` runs the model over the text, for the logits of its last position alone.
     """
     hidden: list[Tensor] = []
 

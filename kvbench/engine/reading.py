@@ -41,7 +41,8 @@ class Reader:
         self.contexts = SharedContexts(runner, requests, self._begins_with, self._read)
 
     def open(self, sample: Sample) -> Generator[list[Row] | None]:
-        """Reads a prompt; yields its rows at last, and None wherever other rows may make a step before it is read on.
+        """Reads a prompt; yields None wherever other rows may make a step, and finally its rows.
+
         After an exception, or when the generator is closed, no row of it stays open.
         """
         request, spent_s, begin = sample.request, 0.0, time.perf_counter()
@@ -118,8 +119,10 @@ class Reader:
         return fork
 
     def _prefill(self, sample: Sample) -> Iterator[tuple[int, Tensor, Logits | None] | None]:
-        """Reads a prompt into a new row; gives None between chunks, and at last the row, next-token logits [vocabulary]
-        and the full cache's logits behind the prompt and behind each token that is forced.
+        """Reads a prompt into a new row; yields None between chunks, and finally the row and logits.
+
+        These are next-token logits [vocabulary], and the full cache's logits after the prompt and after each forced
+        token.
         """
         request, runner = sample.request, self._runner
         forced, rest, sees_all = self._admission.forced(request), request.segments[1:], self._sees_all(request)

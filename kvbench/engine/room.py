@@ -39,8 +39,10 @@ class PromptRoom:
         return is_free and memory.free_bytes(runner.device) is not None
 
     def measure(self, requests: Sequence[Request], read: Callable[[Request], object]) -> None:
-        """Reads the longest prompt, and leaves what it took. Where there is no memory for it, shorter ones are tried,
-        and a warning says how many are longer than what could be read.
+        """Reads the longest prompt and reserves the memory that it took.
+
+        Where there is too little for it, shorter ones are tried, and a warning says how many are longer than what could
+        be read.
 
         Args:
             requests: Any of the run.
@@ -68,8 +70,9 @@ class PromptRoom:
             )
 
     def shrink(self) -> bool:
-        """Has the next cache's pool be half as large as that of the present one; False where that was done often
-        enough, or does not apply.
+        """Halves the next cache's pool relative to the present one.
+
+        Returns False where that was done often enough, or does not apply.
         """
         free = memory.free_bytes(self._runner.device)
         if free is None or not self.applies or self.shrinks == MOST_SHRINKS:

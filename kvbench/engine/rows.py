@@ -59,7 +59,8 @@ class Row(ABC):
 
     @abstractmethod
     def leave_answer(self, runner: Runner) -> tuple[Turn, list[int]] | None:
-        """Ends an answer of a conversation: the next turn, and the tokens of the answer that the model has not read;
+        """Ends an answer of a conversation; returns the next turn, and the answer's tokens that were not read.
+
         None where the conversation is over.
         """
 
@@ -93,8 +94,9 @@ class Row(ABC):
 
 @dataclass(kw_only=True)
 class AnswerRow(Row):
-    """A free answer, one of several by its index. Of a conversation, `turns` are the answers before this one, as they
-    go into the journal.
+    """A free answer, one of several by its index.
+
+    Of a conversation, `turns` are the answers before this one, as they go into the journal.
 
     Args:
         seed: Of its random numbers (`answer_seed`); None for greedy decoding.
@@ -166,9 +168,10 @@ class AnswerRow(Row):
 
 @dataclass(kw_only=True)
 class ForcedRow(Row):
-    """Tokens that are being forced, and the meter of what is measured on them: a choice by its index, None for the
-    answer that is compared with the full cache. Of a conversation, `ends` says how many tokens are forced up to the end
-    of each answer but the last.
+    """Tokens that are being forced, with their meter.
+
+    The index is that of a choice, None for the answer that is compared with the full cache. Of a conversation, `ends`
+    are the tokens forced up to the end of each answer but the last.
     """
 
     meter: ChoiceMeter
@@ -206,8 +209,9 @@ class ForcedRow(Row):
 
 @dataclass
 class Sample:
-    """A request in flight: its open rows, by the runner's numbers, and its outcomes so far. With `shares_context`,
-    another request had read its first segment, so that `prefill_s` is of the rest alone.
+    """A request in flight: its open rows, by the runner's numbers, and its outcomes so far.
+
+    With `shares_context`, another request had read its first segment, so that `prefill_s` is of the rest alone.
     """
 
     request: Request

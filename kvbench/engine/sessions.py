@@ -40,8 +40,9 @@ class Session(ABC):
 
     @abstractmethod
     def attend_stored(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Attention of a layer that shares the keys and values of `layer`, after its `attend`. In a prompt, some models
-        pass their last tokens alone: q [B, Hq, m, D], m <= n.
+        """Attention of a layer that shares the keys and values of `layer`, after its `attend`.
+
+        In a prompt, some models pass their last tokens alone: q [B, Hq, m, D], m <= n.
         """
 
     def turns(self, layer: int) -> bool:
@@ -57,8 +58,10 @@ class Session(ABC):
         return out.flatten(1).abs().amax(1)
 
     def without_grad(self) -> AbstractContextManager:
-        """The mode that the pass runs in. A prompt makes tensors that stay and are written to later: pages of a pool
-        that grows, copies for a prompt cache.
+        """Gradient mode of the pass.
+
+        A prompt makes tensors that are kept and written to later: pages of a pool that grows, copies for a prompt
+        cache.
         """
         return torch.no_grad()
 
@@ -100,9 +103,10 @@ class Decode(Session):
 
 @dataclass
 class Dense(Session):
-    """A prompt, or a text that is read with the full cache, of which nothing is stored: no more than
-    `num_prompt_tokens`, in `row`. Later tokens only attend, and see the uncompressed prompt. `uncompressed` holds it
-    for the method's probe; `held_bytes` and `replay_tokens` are what that one's passes held and read.
+    """A prompt, or a text read with the full cache, of which nothing is stored except `num_prompt_tokens` in `row`.
+
+    Later tokens only attend, and see the uncompressed prompt. `uncompressed` holds it for the method's probe;
+    `held_bytes` and `replay_tokens` are the bytes held and tokens read by the probe's passes.
     """
 
     row: int = -1

@@ -52,8 +52,10 @@ def is_known(window: Window | None, num_tokens: int, config: Any) -> bool:
 
 @dataclass(frozen=True)
 class LayerKinds:
-    """Layers of a model by what they hold of a text: everything, a window, a state (some hold keys and values, too), or
-    nothing, because they share another layer's keys and values.
+    """Layers of a model by what they hold of a text.
+
+    Everything, a window, a state (some hold keys and values, too), or nothing, because they share another layer's keys
+    and values.
     """
 
     full: tuple[int, ...]
@@ -109,8 +111,9 @@ def num_full_layers(config: Any) -> int:
 
 
 def check_supported(model: PreTrainedModel, num_devices: int = 1, processes: int = 1) -> None:
-    """Refuses models whose attention the store does not reproduce (`UnsupportedModel`), with the reason and what works
-    instead. Of an outline, whose weights lie nowhere yet, say how many devices and processes will share them.
+    """Refuses models whose attention the store does not reproduce (`UnsupportedModel`), with a remedy.
+
+    Of an outline, which has no weights yet, `num_devices` and `processes` will share them.
     """
     config, module = model.config.get_text_config(), sys.modules[type(model).__module__]
     name, kinds, rank = config.model_type, layer_kinds(config), getattr(config, "kv_lora_rank", None)
@@ -205,8 +208,9 @@ def small_store(policy: Policy, shape: ModelShape, options: StoreOptions) -> Com
 
 
 def model_shape(model: PreTrainedModel, spans: Sequence[tuple[torch.device, int]] = ()) -> ModelShape:
-    """Heads, dims, dtype and rotary frequencies of a supported model; `spans` are devices and how many layers each has
-    of the cache, where that was said, else as the weights lie.
+    """Heads, dims, dtype and rotary frequencies of a supported model.
+
+    `spans` are devices with their number of layers of the cache; without it those of the weights.
     """
     config = model.config.get_text_config()
     parts = tuple(DeviceSpan(*each) for each in spans) or placement.spans_of(model)
@@ -251,8 +255,9 @@ def model_shape(model: PreTrainedModel, spans: Sequence[tuple[torch.device, int]
 
 
 def heads_of(config: Any, layer: int) -> tuple[int, int, int]:
-    """Query heads, KV heads and head dim of a layer, as the cache has them: of latent attention one head, as wide as a
-    latent vector and a rotary key.
+    """Query heads, KV heads and head dim of a layer in the cache.
+
+    Latent attention has one head, as wide as a latent vector and a rotary key.
     """
     layer_config = config.per_layer_config[layer] if getattr(config, "is_heterogeneous", False) else config
     by_layer = getattr(config, "num_attention_heads_per_layer", None)  # Laguna

@@ -35,8 +35,9 @@ class OneProcessFailed(RuntimeError):
 
 
 class LeadingRunner(Runner):
-    """The `Runner` of the first process, which replays no prompts. Where there is no memory in this process, smaller
-    groups cannot be tried, as one process does.
+    """`Runner` of the first process, which replays no prompts.
+
+    Without memory in this process smaller groups cannot be tried, unlike in a single process.
     """
 
     _alive: "weakref.WeakSet[LeadingRunner]" = weakref.WeakSet()

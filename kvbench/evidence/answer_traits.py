@@ -70,8 +70,7 @@ def largest(run: StoredRun, what: Measure) -> float | None:
 
 
 def traits_table(group: Group, differences: Mapping[str, Difference | None]) -> dict[str, Any]:
-    """The table of a report: the tail, the first choices, and the answers of every run; columns that no run has are
-    left out.
+    """Table of a report: tail, first choices and answers of every run; columns that no run has are left out.
 
     Args:
         differences: Folder of a run -> its difference in length.

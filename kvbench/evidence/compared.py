@@ -83,8 +83,9 @@ class ComparedRun:
 
     @property
     def worst(self) -> float | None:
-        """Mean difference if every missing answer of this run is the worst possible and the other's the best; `value`
-        where none is missing, None where a missing value could be anything.
+        """Mean difference if every missing answer of this run is the worst possible and the other's the best.
+
+        `value` where none is missing, None where a missing value could be anything.
         """
         if self.extremes is None:
             return self.value

@@ -83,8 +83,9 @@ def pair_p_values(panel: Panel) -> dict[tuple[str, str], float]:
 
 @lru_cache(maxsize=256)
 def standing(panel: Panel, axis: str) -> dict[str, str]:
-    """The standing of each point that has the cost: its key -> one of `MEANING`; `no standing` or `n too small`
-    for all where the full cache's answers are no ground for one, and where there are too few.
+    """Standing of each point that has the cost: its key -> one of `MEANING`.
+
+    `no standing` or `n too small` for all where the full cache's answers are unfit as a reference, or too few.
 
     A point dominates another if it is cheaper by more than 1 % and its quality is better beyond chance, at 5 % for the
     whole table: Holm's correction is over all pairs of which one is cheaper. Times give no standing.

@@ -1,5 +1,6 @@
-"""Stored runs with their samples, sorted into groups that may be compared: same model, same questions, same code. A
-run that fits no group is named, never mixed in.
+"""Stored runs with their samples, sorted into groups that may be compared.
+
+A group has the same model, questions and code. A run that fits no group is reported, never mixed in.
 """
 
 import fnmatch
@@ -48,8 +49,9 @@ def _short(key: str) -> str:
 
 
 def fits_settings(settings: Mapping[str, object], where: Mapping[str, object]) -> bool:
-    """True when a run has the settings, or one of several allowed values of each; a null among them allows for runs
-    that have no such setting.
+    """True when a run has the settings, or one of several allowed values of each.
+
+    A null among them allows for runs that have no such setting.
     """
     for key, value in where.items():
         if isinstance(value, Sequence | ListConfig) and not isinstance(value, str):
@@ -71,8 +73,10 @@ def results_root(results_dir: object) -> Path:
 def find_runs(
     root: Path, left_out: dict[str, str], filters: Sequence[Sequence[str] | None] = ()
 ) -> Iterator[tuple[Path, RunRecord]]:
-    """The runs below a folder of results, in the order of their names. `left_out` gets the name of each that cannot be
-    read, and why; `filters` are patterns of task, model and method, where None lets all through.
+    """Runs below a folder of results, sorted by name.
+
+    `left_out` gets the name of each unreadable one with the reason; `filters` are patterns of task, model and method,
+    where None passes all.
     """
     for path in sorted(root.glob(RUNS)):
         name = path.parent.relative_to(root).as_posix()
@@ -225,8 +229,9 @@ def _usable(members: Sequence[StoredRun], notes: list[str]) -> list[StoredRun]:
 
 
 def _agreed(members: Sequence[StoredRun], notes: list[str]) -> list[StoredRun]:
-    """The runs whose records claim of their metrics what most of those of the same question do: a task has one
-    direction of each, one primary metric and one weighting. Notes the claims of the others.
+    """Runs whose records claim of their metrics what most of those of the same question do; notes the others' claims.
+
+    A task has one direction of each metric, one primary metric and one weighting.
     """
 
     def claims(run: StoredRun) -> str:
@@ -262,8 +267,9 @@ def _one_version(members: Sequence[StoredRun], code: str, notes: list[str]) -> l
 
 
 def _latest(members: Sequence[StoredRun], notes: list[str]) -> list[StoredRun]:
-    """The newest run of each method, setting and condition; notes those that are incomplete, or have lost answers
-    since.
+    """Newest run of each method, setting and condition.
+
+    Notes those that are incomplete, or have lost answers since.
     """
     total = max((run.total for run in members if run.complete and run.total), default=None)
     kept: dict[str, StoredRun] = {}

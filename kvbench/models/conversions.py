@@ -44,8 +44,10 @@ def models_folder() -> Path:
 
 
 def kept_folder(folder: Path) -> Path:
-    """The folder of what a conversion is made from: it outlives one that breaks off, and goes with the first whole one.
-    It belongs to who holds the lock of `ensure`.
+    """Folder of the inputs of a conversion.
+
+    It survives an interrupted conversion, and is removed by the first complete one. Only the holder of `ensure`'s lock
+    may use it.
     """
     return folder.with_name(f"{folder.name}.fetched")
 
@@ -53,8 +55,9 @@ def kept_folder(folder: Path) -> Path:
 def ensure(
     folder: Path, name: str, needed_bytes: int, make: Callable[[Path, Path], dict[str, str]], by: str = ""
 ) -> dict[str, str]:
-    """Makes sure that a whole conversion is in the cache. Of several processes at once one works, and the others wait
-    for it.
+    """Makes sure that a complete conversion is in the cache.
+
+    Of several processes at once one works, and the others wait for it.
 
     Args:
         folder: Its folder.
@@ -105,8 +108,9 @@ def ensure(
 
 
 def save(source: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
-    """Writes a model that came from a GGUF file, and its tokenizer, into a folder. Raises NotAlike where the tokenizer
-    would be another one there.
+    """Writes a model that came from a GGUF file, and its tokenizer, into a folder.
+
+    Raises NotAlike where the tokenizer would change by that.
     """
     tokenizer.save_pretrained(folder)
     reread = read_tokenizer(folder)
@@ -123,8 +127,9 @@ def save(source: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", folder
 
 
 def read_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
-    """Reads the tokenizer of a conversion as it is there: a model's own class, which `AutoTokenizer` takes, may put
-    rules of its own in the place of some.
+    """Reads the tokenizer of a conversion unchanged.
+
+    A model's tokenizer class, which `AutoTokenizer` takes, may replace some of its rules.
     """
     import transformers
 
@@ -135,8 +140,9 @@ def read_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
 
 
 def _seal(folder: Path, known: dict[str, str]) -> None:
-    """Writes the digests of a conversion beside it and brings all to the disk, before the folder gets its name: after a
-    power cut it is whole, or not there.
+    """Writes the digests of a conversion and syncs everything to disk, before the folder gets its name.
+
+    After a power cut it is complete, or absent.
     """
     files = sorted(folder.iterdir())
     marker = known | {
@@ -155,8 +161,9 @@ def _known(folder: Path) -> dict[str, str]:
 
 
 def find_damage(folder: Path, by: str | None = None) -> str:
-    """Says what of a converted model is not as it was converted, in the words of a message; empty when nothing is. It
-    is `by` this converter, None = by whichever. A large file is read once and then known by its size, times and inode
+    """Describes damage of a converted model, in the words of a message; empty when there is none.
+
+    It is by the converter `by`, None = by any. A large file is read once and then known by its size, times and inode
     (`cache.file_digest`).
     """
     try:

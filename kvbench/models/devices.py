@@ -27,8 +27,9 @@ class Devices:
         return self.first if len(set(self.all)) == 1 else torch.device("cpu")
 
     def spans(self, num_layers: int) -> tuple[tuple[torch.device, int], ...]:
-        """Each device with its number of layers, the first ones with one more where they do not divide evenly; empty
-        for one device.
+        """Each device with its number of layers; empty for one device.
+
+        The first ones have one more where the layers do not divide evenly.
         """
         if len(self.all) == 1:
             return ()
@@ -41,8 +42,9 @@ class Devices:
         return tuple((device, least + (index < more)) for index, device in enumerate(self.all))
 
     def module_map(self, model: "PreTrainedModel") -> dict[str, torch.device] | None:
-        """The device of each module of a model, or of its outline on the meta device, as transformers and accelerate
-        take it; None where all is on one.
+        """Device of each module of a model, or of its outline on the meta device; None where all is on one.
+
+        In the form of transformers and accelerate.
         """
         if len(set(self.all)) == 1:
             return None
@@ -78,8 +80,9 @@ class Devices:
 
 
 def read_devices(value: object) -> Devices:
-    """Turns `model.device` (auto, cpu, cuda or cuda:N, or a list of such devices of one kind) into devices that exist
-    here.
+    """Devices that exist here, from `model.device`.
+
+    That is auto, cpu, cuda or cuda:N, or a list of such devices of one kind.
     """
     if isinstance(value, str) or not isinstance(value, Sequence):
         return Devices((_device(str(value)),))

@@ -50,8 +50,9 @@ def ensure_embedded() -> Path:
 
 
 def embedded_fingerprint() -> str:
-    """The embedded model's fingerprint: the pinned file decides weights, tokenizer and chat template, and what is
-    loaded was checked to be its conversion.
+    """Fingerprint of the embedded model.
+
+    The pinned file decides weights, tokenizer and chat template, and the loaded model was checked to be its conversion.
     """
     return combine_fingerprints([NAME, GGUF_SHA256, str(_CONVERTER_VERSION)])
 

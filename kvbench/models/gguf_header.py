@@ -24,8 +24,9 @@ _MOST_FIELDS, _MOST_TENSORS = 10_000, 100_000  # files have 20 to 60, and 200 to
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """A tensor's name, its elements, the number of its type in ggml, and where its data begin, in bytes after those of
-    all tensors begin.
+    """Name of a tensor, its elements, the number of its type in ggml, and the offset of its data.
+
+    The offset is in bytes after the start of all tensor data.
     """
 
     name: str

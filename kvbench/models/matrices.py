@@ -54,9 +54,10 @@ def read_linear(value: object, quantisation: str | None, processes: int) -> str:
 
 
 def lay(model: torch.nn.Module, linear: str, dtype: torch.dtype, device: torch.device) -> tuple[str, str]:
-    """Lays a model's matrices out as `model.linear` says, where that can be had: the layout, one of `LINEAR`, and the
-    reason why it is another one, in a sentence; empty where it is not. `AUTO` takes `STREAMED` where its kernel is
-    faster than torch's products, which portable C++ is not.
+    """Lays a model's matrices out as `model.linear` says, where possible.
+
+    Returns the layout, one of `LINEAR`, and the reason why it is another one, in a sentence; empty where it is not.
+    `AUTO` takes `STREAMED` where its kernel is faster than torch's products, which portable C++ is not.
     """
     if linear == AUTO:
         linear = PLAIN if why_not(STREAMED, dtype, device) or chosen_isa() == "portable" else STREAMED
@@ -86,9 +87,7 @@ def kernels(linear: str) -> tuple[str, ...]:
 
 
 def why_not(linear: str, dtype: torch.dtype, device: torch.device) -> str:
-    """The reason why matrices cannot be `PACKED`, `STREAMED` or `FUSED` here, to follow "because"; empty where they
-    can.
-    """
+    """Reason why matrices cannot be `PACKED`, `STREAMED` or `FUSED` here, to follow "because"; empty where they can."""
     name = str(dtype).removeprefix("torch.")
     if linear == FUSED:
         if importlib.util.find_spec("triton") is None:
@@ -124,8 +123,10 @@ def _is_plain(layer: torch.nn.Module) -> TypeGuard[torch.nn.Linear]:
 
 
 class PackedLinear(torch.nn.Module):
-    """A linear layer whose matrix lies in oneDNN's order and nowhere else. Sums are formed in another order than in the
-    plain layer, which is on the CPU, in fp32 or bf16; so results differ from its in the last bits.
+    """Linear layer whose only matrix is in oneDNN's order.
+
+    Sums are formed in another order than in the plain layer, which is on the CPU, in fp32 or bf16; so results differ
+    from its in the last bits.
     """
 
     bias: Tensor | None
@@ -179,8 +180,10 @@ def pack(model: torch.nn.Module) -> int:
 
 
 class StreamedLinear(torch.nn.Linear):
-    """A linear layer that multiplies by `RowProducts`. The matrix stays where and as it is, so that an embedding may
-    share it. A row's result is the same bits whatever other rows there are.
+    """Linear layer that multiplies by `RowProducts`.
+
+    The matrix is neither moved nor changed, so that an embedding may share it. A row's result is the same bits whatever
+    other rows there are.
     """
 
     products: RowProducts
@@ -197,9 +200,10 @@ JOINT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class Joint:
-    """Linear layers of a module that are given the same rows one after the other. The first one's call multiplies by
-    all of their matrices, since to wake the other threads takes as long as a small matrix does; the others find their
-    results there. Each is the same bits as alone.
+    """Linear layers of a module with the same input rows, one after the other.
+
+    The first one's call multiplies by all of their matrices, since waking the other threads takes as long as a small
+    matrix does; the others read their results. Each is the same bits as alone.
 
     Args:
         layers: In the order in which they are called.
@@ -327,9 +331,10 @@ def _missing(size: int, threads: int) -> int:
 
 
 def stream(model: torch.nn.Module) -> int:
-    """Has every plain linear layer of a model read its matrix so, a head that is tied to the embedding too, its usual
-    norms and feed-forward layers run as one call each, and its activations give the same bits wherever a number lies;
-    how many linear layers.
+    """Streams the matrices of all plain linear layers of a model; returns their number.
+
+    A head that is tied to the embedding is one too. Usual norms and feed-forward layers run as one call each, and
+    activations give the same bits wherever a number is.
     """
     from transformers.activations import ACT2CLS
 
@@ -351,9 +356,10 @@ def stream(model: torch.nn.Module) -> int:
 
 
 def rows_are_alone(model: torch.nn.Module) -> bool:
-    """True if everything that a model multiplies its rows by is streamed, so that none depends on the others, and if
-    that is what is measured: of every matrix, norm and activation of a kind, one row gives the same bits alone as
-    beside four. Takes milliseconds.
+    """True if no row's results depend on the others, by construction and by measurement.
+
+    Everything that multiplies the rows is streamed; and of every matrix, norm and activation of a kind, one row gives
+    the same bits alone as with four. Takes milliseconds.
     """
     alone = [layer for layer in model.modules() if isinstance(layer, StreamedLinear | torch.nn.Embedding)]
     known = {id(weight) for layer in alone for weight in layer.parameters(recurse=False)}
@@ -361,8 +367,9 @@ def rows_are_alone(model: torch.nn.Module) -> bool:
 
 
 def _alone_measured(model: torch.nn.Module) -> bool:
-    """True if one row of random numbers gives the same bits alone as with other rows, in each kind of part that a model
-    has between its attention.
+    """True if one row of random numbers gives the same bits alone as with other rows.
+
+    Measured in each kind of part that a model has between its attention.
     """
     tried: set[tuple] = set()
     with torch.random.fork_rng(devices=()), torch.no_grad():

@@ -49,8 +49,9 @@ def hear() -> tuple[Any, ...]:
 
 
 def read_processes(value: object, model_kind: str, devices: "Devices") -> int:
-    """`model.tensor_parallel`, once it is known that it can be done: processes, None being one. Refuses it, with the
-    remedy, where as many were not started, or the model cannot be cut.
+    """Number of processes of a validated `model.tensor_parallel`; None is one.
+
+    Refuses it, with the remedy, where as many were not started, or the model cannot be split.
     """
     if value is None or value == 1:
         return 1

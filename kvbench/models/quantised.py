@@ -19,8 +19,9 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def read_kind(value: object, model_kind: str, device: torch.device, dtype: torch.dtype, processes: int) -> str | None:
-    """`model.quantisation`, once it is known that it can be done; None for weights as they are. Refuses it, with the
-    remedy, where the model is not read from a folder, or torchao is missing.
+    """Kind of a validated `model.quantisation`; None for unquantised weights.
+
+    Refuses it, with the remedy, where the model is not read from a folder, or torchao is missing.
     """
     if value is None:
         return None

@@ -60,8 +60,9 @@ class Lengths:
 
 
 def lengths_of(model: "PreTrainedModel") -> Lengths:
-    """Measures the tables of a model's rotary embeddings; of an outline, on new embeddings of its configuration. Takes
-    some milliseconds.
+    """Measures the tables of a model's rotary embeddings; takes some milliseconds.
+
+    Of an outline, on new embeddings of its configuration.
     """
     tables = []
     with torch.no_grad():
@@ -83,8 +84,9 @@ def lengths_of(model: "PreTrainedModel") -> Lengths:
 
 
 def forget_lengths(model: torch.nn.Module) -> None:
-    """Has every rotary embedding forget the lengths that it has seen: transformers' `dynamic` keeps the table of the
-    longest text until a short one comes.
+    """Resets the lengths that every rotary embedding has seen.
+
+    transformers' `dynamic` keeps the table of the longest text until a short one comes.
     """
     for embedding in _embeddings(model):
         forget(embedding)
@@ -106,8 +108,9 @@ def _same(some: list[Tensor], others: list[Tensor]) -> bool:
 
 
 def _embeddings(model: torch.nn.Module) -> Iterator[_Embedding]:
-    """The rotary embeddings of a model, one for each type of layer that has its own, as functions of int64 positions
-    [rows, tokens].
+    """Rotary embeddings of a model as functions of int64 positions [rows, tokens].
+
+    There is one for each type of layer that has its own.
     """
     decoder: Any = getattr(model, "get_decoder", lambda: model)()  # without what looks at pictures
     modules: list[Any] = list(decoder.modules())

@@ -129,8 +129,9 @@ class Shares:
 
 
 def shares_by_score(score: Tensor, base: Tensor, alpha: float, *, official_rounding: bool = False) -> Tensor:
-    """Budgets int64 [G, M] by how many of the best tokens (fp32 [G, M, n]) of a group of lists are a list's own. Their
-    mean is `base`, int64 [G], of which the share `alpha` does not depend on the scores: Ada-KV's safeguard.
+    """Budgets int64 [G, M] by each list's share of the best tokens (fp32 [G, M, n]) of a group of lists.
+
+    Their mean is `base`, int64 [G], of which the share `alpha` does not depend on the scores: Ada-KV's safeguard.
 
     Source: FFY0/AdaKV at efe4e2e, AdaptiveSnapKVCluster.
     Differs: largest remainder, unless `official_rounding`.
@@ -148,8 +149,9 @@ def shares_by_score(score: Tensor, base: Tensor, alpha: float, *, official_round
 
 
 def round_to_total(parts: Tensor, denominator: int, total: Tensor) -> Tensor:
-    """Rounds parts [G, M] / denominator to int64 with the sums `total` [G]: floors, then +1 by remainder descending,
-    index ascending.
+    """Rounds parts [G, M] / denominator to int64 with the sums `total` [G].
+
+    Floors, then +1 by remainder descending, index ascending.
     """
     floors = parts // denominator
     by_remainder = rank_descending(parts - floors * denominator)

@@ -128,8 +128,9 @@ class Policy:
         return self.limit if self.limit is not None and self.limit.unit == "bytes" else None
 
     def least_tokens(self, num_prompt_tokens: int) -> int:
-        """The smallest budget that the method keeps to behind such a prompt, in tokens per list. Default:
-        `fewest_tokens`.
+        """Smallest budget that the method can keep to after such a prompt, in tokens per list.
+
+        Default: `fewest_tokens`.
         """
         return self.fewest_tokens
 
@@ -151,9 +152,9 @@ class Policy:
         return min(budget, num_prompt_tokens) + num_new_tokens
 
     def bounds(self, extent: Extent) -> Bounds | None:
-        """Bounds on the tokens that a sequence of these lengths may hold at its end; a run whose ledger shows another
-        number fails. Default: of the prompt, on average, a page more than a setting `budget` allows; any without
-        one.
+        """Bounds on the tokens that a sequence of these lengths may hold at its end; a run outside them fails.
+
+        Default: of the prompt, on average, a page more than a setting `budget` allows; unbounded without one.
         """
         value = getattr(self, "budget", None)
         try:
@@ -189,14 +190,13 @@ class Policy:
         return type(self).plan_decode is not Policy.plan_decode
 
     def plan_compact(self, view: DecodeView) -> CompactPlan:
-        """Decides a bulk eviction for the sequences for which `compaction` is due, or for all that are decoded where
-        pages run out.
-        """
+        """Decides a bulk eviction for sequences whose `compaction` is due, or for all decoded ones out of pages."""
         raise NotImplementedError(f"{type(self).__name__} sets compaction but does not define plan_compact")
 
     def cache_positions(self, view: DecodeView, num_slots: int) -> Tensor:
-        """int64 [S, num_slots]: each slot's index in the cache by age, the incoming token included; only for
-        `cache_relative` methods.
+        """Each slot's index in the cache by age, int64 [S, num_slots], the incoming token included.
+
+        Only for `cache_relative` methods.
 
         Args:
             view: The view that the step was planned from.

@@ -1,4 +1,5 @@
-"""Bounds on the tokens of a sequence: a method's promise, which results are held to (`kvbench/runs/verdict.py`).
+"""Bounds on the tokens of a sequence: a method's promise, checked on results by `kvbench/runs/verdict.py`.
+
 Methods import these from `kvbench.policy`.
 """
 
@@ -119,8 +120,9 @@ def within(
 
 
 def of_answer(extent: Extent, budget: Budget, window: int, spare: int) -> Bounds:
-    """The bounds of a sequence whose prompt is kept whole and whose answer has the budget, or keeps its last `window`
-    tokens; `spare` tokens per list may come in before the next eviction.
+    """Bounds of a sequence with a whole prompt and an answer within the budget, or its last `window` tokens.
+
+    `spare` tokens per list may come in before the next eviction.
     """
     prompt = extent.prompt_tokens
     allowed = int(budget.value * extent.new_tokens) if budget.unit == "ratio" else int(budget.value)

@@ -31,8 +31,10 @@ class TiersByLayer(Readable):
 
 
 def read_table(text: str, name: str = "tiers_by_layer") -> tuple[list[tuple[str, ...]], dict[int, str]]:
-    """Reads a table of precisions, whose entries are parted by blanks or commas: a row per layer, of a precision or one
-    per KV head; or layers with theirs, negative ones counted from the last. What is none is a ValueError.
+    """Reads a table of precisions, separated by blanks or commas.
+
+    A row per layer, of a precision or one per KV head; or layers with theirs, negative ones counted from the last.
+    Raises ValueError for another form.
     """
     rows: list[tuple[str, ...]] = []
     named: dict[int, str] = {}

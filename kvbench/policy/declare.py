@@ -156,8 +156,9 @@ class Compaction:
     when_full: str = ""
 
     def due(self, view: DecodeView) -> Tensor:
-        """bool [S]: the sequences that evict before this step. Default: after every `every` tokens behind the
-        prompt.
+        """Mask bool [S] of the sequences that evict before this step.
+
+        Default: after every `every` tokens past the prompt.
         """
         grown = view.tokens_seen - view.prompt_tokens
         due = grown % self.every == 0

@@ -1,5 +1,6 @@
-"""Slots that lists may hold while decoding, the bulk evictions that keep them to it, and tokens that no eviction takes
-in addition to those that a method keeps itself.
+"""Decode-time eviction: slots that lists may hold, bulk evictions down to them, and protected tokens.
+
+Protected tokens are exempt in addition to those that a method keeps.
 """
 
 from dataclasses import dataclass
@@ -31,8 +32,9 @@ def prompt_share(view: DecodeView, budget: Budget, base: Tensor | None = None) -
 
 
 def answer_share(view: DecodeView, budget: Budget) -> Tensor:
-    """int64 [S, L, H]: the whole prompt, and a ratio of the answer or as many tokens of it as the budget says; a budget
-    in bytes is of both.
+    """Slots per list, int64 [S, L, H]: the whole prompt, and the budget's share of the answer.
+
+    A ratio is of the answer, a number is tokens of it; a budget in bytes is of both.
     """
     prompt = view.prompt_tokens[:, None, None]
     answer = view.tokens_seen[:, None, None] - prompt
@@ -52,8 +54,9 @@ def shrink_to_share(
     stays: Tensor | None = None,
     target: Tensor | None = None,
 ) -> CompactPlan:
-    """Brings every list back to its share: how prompt-only methods compress while decoding. The lightest slots go, the
-    last `window` tokens stay.
+    """Evicts every list down to its share: compression while decoding for prompt-only methods.
+
+    The slots with the lowest scores go, the last `window` tokens stay.
 
     Args:
         view: The view.
@@ -89,8 +92,9 @@ class Protection:
     tokens: int = 4
 
     def check(self, text: object, budget: Budget, no_eviction: str) -> None:
-        """Refuses what cannot be protected of a budget, which was written as `text`; `no_eviction` says what to set so
-        that the method evicts while decoding, and is empty where it does.
+        """Refuses protection that a budget, written as `text`, cannot have.
+
+        `no_eviction` names the setting that makes the method evict while decoding, empty where it does.
         """
         if self.of in ("prompt", "answer") and budget.of_seen:
             raise ValueError(
@@ -141,9 +145,10 @@ class Protection:
 
 
 def seen_share(view: DecodeView, budget: Budget, protection: Protection, lookahead: int = 0) -> Tensor:
-    """int64 [S, L, H]: slots per list of a budget that is a share of all tokens seen, with the incoming token and
-    `lookahead` more among them, in proportion to the prompt's plan. Their mean keeps to the share; slots that protected
-    first tokens took of a prompt beyond it do not grow.
+    """Slots per list, int64 [S, L, H], of a budget that is a share of all tokens seen.
+
+    The incoming token and `lookahead` more are among them, in proportion to the prompt's plan. Their mean keeps to the
+    share; slots that protected first tokens took of a prompt beyond it do not grow.
     """
 
     def allowed(tokens: Tensor) -> Tensor:
@@ -164,8 +169,9 @@ def displace_lightest(
     grows: bool = True,
     over_layer: bool = False,
 ) -> DecodePlan:
-    """Keeps lists to what they may hold, token by token: the lightest one makes room for the incoming one in each list
-    that is full. Nothing is read back from a device.
+    """Evicts token by token: in each full list the slot with the lowest score takes the incoming token.
+
+    Nothing is read back from a device.
 
     Args:
         view: The view.

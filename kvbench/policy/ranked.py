@@ -166,8 +166,10 @@ class Ranked(ByLayer):
         self.score = replace(spec, statistic=WithValueNorms(spec.statistic)) if self.value_aware else spec
 
     def score_by(self, statistic: Statistic, *, slot_queries: int = 0, **how: Any) -> None:
-        """Declares a score that is measured again before every eviction: its statistic measures a prompt, and the slots
-        held where that is evicted from later, with the last `slot_queries`; `how` are fields of the ScoreSpec.
+        """Declares a score that is measured again before every eviction.
+
+        Its statistic measures a prompt and, at a later eviction, the slots held, with the last `slot_queries`; `how`
+        are fields of the ScoreSpec.
         """
         later: dict[str, Any] = {"slot_queries": slot_queries, "track": ("pos",)} if self.evicts_later else {}
         self.rank_by(ScoreSpec(statistic=statistic, **later, **how))
@@ -184,8 +186,9 @@ class Ranked(ByLayer):
     # What a subclass may say.
 
     def always(self, budget: int) -> tuple[int, int]:
-        """Numbers of first and last tokens of a prompt that stay whatever their score; first ones take precedence where
-        the budget is too small for all. Default: none.
+        """Numbers of first and last tokens of a prompt that stay whatever their score.
+
+        First ones take precedence where the budget is too small for all. Default: none.
         """
         return 0, 0
 
@@ -202,8 +205,9 @@ class Ranked(ByLayer):
         raise NotImplementedError(f"{type(self).__name__} does not define layer_weights")
 
     def prompt_budget(self, view: PrefillView) -> int:
-        """Tokens per list that stay of a prompt, the mean where lists share them. Default: the budget, and what is
-        protected where that is more.
+        """Tokens per list that stay of a prompt, the mean where lists share them.
+
+        Default: the budget, and what is protected where that is more.
         """
         first = self.protection.first(view.instruction_tokens)
         return max(view.budget_tokens(self._budget), min(first, view.num_tokens))
@@ -223,8 +227,9 @@ class Ranked(ByLayer):
 
     @property
     def no_eviction(self) -> str:
-        """Settings that make the method evict while decoding, for messages; empty = it does. Read before `declare` has
-        ended.
+        """Settings that make the method evict while decoding, for messages; empty = it does.
+
+        Read before `declare` has ended.
         """
         settable = type(self).__dataclass_fields__["decode_every"].init
         remedy = "set decode_every" if settable else "the method decides about prompts alone, so set protect=none"
@@ -295,8 +300,9 @@ class Ranked(ByLayer):
         return self.keep_up(view, self.last_tokens()) if self.acts_in_decode else DecodePlan()
 
     def keep_up(self, view: DecodeView, window: int | Tensor, over_layer: bool = False) -> DecodePlan:
-        """The lightest token of each list that holds its share of all tokens seen makes room for the incoming one; the
-        last `window` stay, the incoming one counted. `over_layer` decides once per layer.
+        """Evicts the token with the lowest score of each list at its share of all tokens seen, for the incoming one.
+
+        The last `window` stay, the incoming one counted. `over_layer` decides once per layer.
         """
         grows = self.score.decode_update or self.score.statistic.answers("of_token")
         target = self._seen_target(view, window)
@@ -308,8 +314,9 @@ class Ranked(ByLayer):
         return protected.clamp(min=first) if isinstance(protected, Tensor) else max(first, protected)
 
     def _seen_target(self, view: DecodeView, window: int | Tensor, lookahead: int = 0) -> Tensor:
-        """int64 [S, L, H]: tokens that a list may hold with the incoming one and `lookahead` more: its share of all
-        tokens seen, and at least what always stays.
+        """Tokens that a list may hold with the incoming one and `lookahead` more, int64 [S, L, H].
+
+        Its share of all tokens seen, and at least what always stays.
         """
         target = seen_share(view, self._budget, self.protection, lookahead)
         for least in (window, self._first_held(view) + 1):
@@ -320,8 +327,9 @@ class Ranked(ByLayer):
         return self.shrink(view)
 
     def shrink(self, view: DecodeView, score: Tensor | None = None) -> CompactPlan:
-        """Bulk eviction of every list down to its share, or to the tokens that reach the threshold; protected tokens
-        stay.
+        """Evicts every list in bulk down to its share, or to the tokens that reach the threshold.
+
+        Protected tokens stay.
         """
         slots, window = view.slots(0), self.last_tokens()
         stays = self.protection.slots(view, slots.pos) & slots.valid
@@ -339,9 +347,7 @@ class Ranked(ByLayer):
         return CompactPlan(keep=[(ranked >= self.threshold) | stays | best])
 
     def _share(self, view: DecodeView) -> Tensor:
-        """int64 [S, L, H]: `prompt_share`; slots that first tokens took beyond the budget do not grow with the
-        sequence.
-        """
+        """`prompt_share`, int64 [S, L, H], in which slots of first tokens beyond the budget do not grow."""
         if not self.protection.is_first:
             return prompt_share(view, self._budget)
         allowed = view.budget_tokens(self._budget)

@@ -14,15 +14,17 @@ Count = TypeVar("Count", int, Tensor)
 
 
 def rank_descending(score: Tensor) -> Tensor:
-    """Rank of each element along the last axis: score descending, then position ascending (stable); same shape,
-    int64.
+    """Rank of each element along the last axis: score descending, then position ascending (stable).
+
+    Same shape, int64.
     """
     return _inverse(torch.argsort(score, dim=-1, descending=True, stable=True))
 
 
 def largest_remainder(parts: Sequence[Fraction | int], denominator: Fraction | int, total: int) -> list[int]:
-    """Rounds parts[i] / denominator to whole numbers with the given sum: floors first, then +1 by remainder descending,
-    index ascending.
+    """Rounds parts[i] / denominator to whole numbers with the given sum.
+
+    Floors first, then +1 by remainder descending, index ascending.
 
     Args:
         parts: Whole numbers or fractions, so that ties are ties (0.2 is not exact in binary).
@@ -79,8 +81,9 @@ def pyramid_budgets(
 
 
 def share_with_cap(weight: Tensor, total: int, cap: int, at_least: int = 1) -> list[int]:
-    """Whole shares proportional to `weight` [L], none above `cap`; the excess over a cap is shared again among the
-    others.
+    """Integer shares proportional to `weight` [L], none above `cap`.
+
+    The excess over a cap is distributed among the others.
 
     Args:
         weight: fp64 [L], >= 0.
@@ -147,8 +150,10 @@ def chunk_means(score: Tensor, held: Tensor, chunk: int) -> Tensor:
 
 
 def whole_chunks(chosen: Tensor, held: Tensor, chunk: int, may_be_none: bool) -> Tensor:
-    """Chosen tokens, bool [V, H, n], without those of chunks of which not all that are held are; a list that would be
-    empty keeps its part of a chunk unless it `may_be_none`.
+    """Chosen tokens, bool [V, H, n], without incomplete chunks.
+
+    A chunk is complete if all its held tokens are chosen; a list that would be empty keeps its part of a chunk unless
+    it `may_be_none`.
     """
     is_whole = _per_chunk((chosen & held).long(), chunk) == _per_chunk(held.long(), chunk)
     whole = chosen & is_whole[..., _chunk_of(chosen, chunk)]

@@ -81,9 +81,11 @@ class LayerTensors(ABC):
 
     @property
     def q(self) -> Tensor:
-        """The last queries [Hq, w, D], with their rotary positions `q_pos`: of a prompt those that the ScoreSpec's
-        `prefill_queries` counts, at a bulk eviction its `slot_queries` (multiplied by the model's factor on logits, so
-        that `scale` is 1); fewer where fewer were seen. Query heads of one KV head follow one another.
+        """Last queries [Hq, w, D], with their rotary positions `q_pos`.
+
+        Of a prompt those that the ScoreSpec's `prefill_queries` counts, at a bulk eviction its `slot_queries`
+        (multiplied by the model's factor on logits, so that `scale` is 1); fewer where fewer were seen. Query heads of
+        one KV head are consecutive.
         """
         return self._require(
             self._q,
@@ -124,8 +126,9 @@ class LayerTensors(ABC):
 
     @abstractmethod
     def attention(self) -> Tensor:
-        """fp32 [H, n]: the attention that each key receives from the queries, as the ScoreSpec says (power, reduction
-        over queries, pool, group). For a prompt this is the backend's own operation.
+        """Attention fp32 [H, n] that each key receives from the queries, reduced as the ScoreSpec says.
+
+        (Power, reduction over queries, pool, group.) For a prompt this is the backend's operation.
         """
 
     @abstractmethod
@@ -134,20 +137,20 @@ class LayerTensors(ABC):
 
     @abstractmethod
     def rotated(self, x: Tensor, position: Tensor) -> Tensor:
-        """x [..., D] with rotary positions put on (negative ones take them off), fp32; `position` broadcasts against
-        x[..., 0]. For statistics that declare `before_rope`.
+        """Applies rotary positions to vectors `x` [..., D] (negative ones undo them), fp32.
+
+        `position` broadcasts against x[..., 0]. For statistics that declare `before_rope`.
         """
 
     @abstractmethod
     def of_these_heads(self, x: Tensor) -> Tensor:
-        """Of x [all query heads of the layer, ...], such as a table of a method's own, the rows of the query heads of
-        these KV heads.
+        """Rows of the query heads of these KV heads, of `x` [all query heads of the layer, ...].
+
+        `x` is a table of the method, for example.
         """
 
     def logits(self, which: slice | Tensor = slice(None)) -> Tensor:
-        """Attention logits fp32 [Hq, w, n] of `q`, or some of its queries, with minus infinity for keys after their
-        query.
-        """
+        """Attention logits fp32 [Hq, w, n] of `q`, or some of its queries; minus infinity for later keys."""
         group, q_pos = self.q.shape[0] // self.k.shape[0], self.q_pos[which]
         keys, pos = (x.repeat_interleave(group, 0) for x in (self.k.float(), self.pos))
         logits = self.capped(torch.einsum("hid,hjd->hij", self.q[:, which].float() * self.scale, keys))
@@ -160,9 +163,7 @@ class LayerTensors(ABC):
         return self.softmax(logits).masked_fill(blind.repeat_interleave(len(logits) // len(blind), 0), 0.0)
 
     def capped(self, products: Tensor) -> Tensor:
-        """Logits, of products of queries and keys that have the factor in them: some models cap them. Before keys are
-        masked.
-        """
+        """Logits from scaled products of queries and keys, with the cap of models that have one; before masking."""
         return products
 
     def softmax(self, logits: Tensor) -> Tensor:
@@ -220,8 +221,9 @@ class Statistic(ABC):
         raise NotImplementedError(f"{type(self).__name__} does not define of_slots")
 
     def of_token(self, k: Tensor, v: Tensor) -> Tensor:
-        """fp32 [...]: the score of tokens as they are written, from keys and values [..., D]. What says anything here
-        must not depend on rotary positions, which are off where a method stores keys without them.
+        """Scores fp32 [...] of tokens as they are written, from keys and values [..., D].
+
+        They must not depend on rotary positions, which are absent where a method stores keys without them.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define of_token")
 
@@ -294,8 +296,9 @@ class KeyNorms(Statistic):
 
 @dataclass(frozen=True)
 class WithValueNorms(Statistic):
-    """Another statistic, and beside its numbers, as `norm`, the L1 norm of the value times the output projection, the
-    mean over the query heads of a KV head.
+    """Another statistic with, as `norm`, the L1 norm of each value times the output projection.
+
+    The norm is the mean over the query heads of a KV head.
 
     Args:
         ranks: The other one, which alone is the score.

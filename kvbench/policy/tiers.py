@@ -120,8 +120,9 @@ class Tier:
         return replace(self, k_splits=splits.get(self.k_bits, 1), v_splits=splits.get(self.v_bits, 1))
 
     def per_channel(self, group: int, **more: int) -> "Tier":
-        """This tier with scales of keys per channel over so many tokens, and other fields; formats that define their
-        scales themselves, or have none, stay.
+        """This tier with key scales per channel over `group` tokens, and other fields.
+
+        Formats that define their scales themselves, or have none, stay unchanged.
         """
         if self.native or self.fp8 or self.has_form or min(self.k_bits, self.v_bits) == 16:
             return self

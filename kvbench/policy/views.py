@@ -1,5 +1,6 @@
-"""Views that a policy plans from: copies, so that nothing done with them reaches the cache. Methods import these from
-`kvbench.policy`.
+"""Views that a policy plans from: copies, so that changes to them do not reach the cache.
+
+Methods import these from `kvbench.policy`.
 """
 
 from abc import ABC, abstractmethod
@@ -43,8 +44,9 @@ class View(ABC):
 
 
 class PrefillView(View):
-    """View of one prompt, or of as much of it as was read so far (`prefill.chunk`): then some of its tokens are gone,
-    and stay so whatever the plan says of them.
+    """View of one prompt, or of the part read so far (`prefill.chunk`).
+
+    In the second case dropped tokens stay dropped, whatever the plan says of them.
 
     Args:
         num_tokens: Prompt length N; of a prompt that is read in chunks, of what was read so far.
@@ -158,8 +160,9 @@ class DecodeView(View):
 
     @abstractmethod
     def budget_tokens(self, budget: Budget, tier: int = 0) -> Tensor:
-        """int64 [S]: tokens per KV head that a budget allows each sequence, at least 1; a share of all tokens seen once
-        the incoming one counts.
+        """Tokens per KV head that a budget allows each sequence, int64 [S], at least 1.
+
+        A share of all tokens seen counts the incoming one.
         """
 
     @abstractmethod

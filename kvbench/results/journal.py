@@ -1,5 +1,6 @@
-"""The per-sample journal of a run: append-only JSON lines that survive a kill at any byte, and the lock that guards
-them.
+"""Per-sample journal of a run, and the lock that guards it.
+
+Append-only JSON lines that survive a kill at any byte.
 
 A record is written with one `write` and one `fsync` when its sample ends. Reading tolerates what a crash can leave
 behind: a torn last line is cut off and its sample redone; a record that is there twice counts once. Each line is sealed

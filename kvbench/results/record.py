@@ -283,9 +283,7 @@ class RunRecord:
 
     @property
     def contradiction(self) -> str:
-        """Contradictions between its claims (task, metrics) and its identity or the task's declaration; empty without
-        any.
-        """
+        """Contradictions of its claims (task, metrics) with its identity or the task's declaration, or empty."""
         task, method = (
             part_settings if isinstance(part_settings := self.identity.get(part), dict) else {} for part in _SETTINGS
         )

@@ -25,8 +25,9 @@ class JournalError(ValueError):
 
 
 def plain(value: Any) -> Json:
-    """Turn nested dicts, lists, tuples, scalars (also numpy's and torch's) and None into strict JSON types:
-    with str keys, and None for NaN and infinity, which JSON lacks.
+    """Turn nested dicts, lists, tuples, scalars (also numpy's and torch's) and None into strict JSON types.
+
+    With str keys, and None for NaN and infinity, which JSON lacks.
 
     Raises:
         TypeError: Any other type; the caller must say how it is to be written.

@@ -104,8 +104,9 @@ def changed_since(before: Modes) -> str:
 
 @contextmanager
 def kept(who: str, once: str = "") -> Iterator[None]:
-    """A block of code of the user's own, which leaves every mode as it is; those that it changed are put back. It loads
-    torch, since the code may do so.
+    """Runs a block of the user's code with every global mode restored afterwards.
+
+    It loads torch, since the code may do so.
 
     Args:
         once: Names code that Python runs once, such as a module: it is refused again where the block comes again.

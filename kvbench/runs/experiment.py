@@ -121,8 +121,9 @@ def prepared(
 def load_task(
     config: RunConfig, model: "LoadedModel", parts: Loaders, limit: int | str | None, task: "TaskSet | None" = None
 ) -> "TaskSet":
-    """Load the task, unless it is at hand, and name in its protocol that prompts are read in chunks, where they are:
-    later tokens then see a compressed past, which is another measurement, for the full cache as well.
+    """Load the task unless it is passed, and name in its protocol that prompts are read in chunks, if they are.
+
+    Later tokens then see a compressed past, which is another measurement, for the full cache as well.
     """
     if task is None:
         task = parts.load_task(config.task, model, limit=limit, seed=config.seed, protocol=config.protocol)

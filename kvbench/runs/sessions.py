@@ -53,8 +53,9 @@ def session_of(record: RunRecord, folder: Path, origin: Origin) -> Iterator[Sess
 
 @contextmanager
 def recording_end(record: RunRecord, folder: Path) -> Iterator[None]:
-    """Record in a run's `run.json` the signal or error that ended it. A run that had ended is unchanged, and one that a
-    full disk ended stays `running`.
+    """Record in a run's `run.json` the signal or error that ended it.
+
+    A run that had ended is unchanged, and one that a full disk ended stays `running`.
     """
     try:
         yield

@@ -110,8 +110,9 @@ class LiveBar:
 
 
 class Progress:
-    """Shows samples done, tokens per second, cache bytes and time left; `done` of the total are those that an earlier
-    session had finished. A stream that is a terminal gets the live bar.
+    """Shows samples done, tokens per second, cache bytes and time left.
+
+    `done` of the total are those that an earlier session had finished. A stream that is a terminal gets the live bar.
     """
 
     def __init__(

@@ -16,8 +16,9 @@ NO_INTERVAL = "[no interval]"  # in the place of an interval that cannot be comp
 
 
 class PlainConsole(Console):
-    """A console that interprets no text, neither rich's markup nor a terminal's escape: names in tables,
-    titles, notes and bars may come from anywhere.
+    """Console that interprets no text, neither rich's markup nor a terminal's escape.
+
+    Names in tables, titles, notes and bars may come from anywhere.
     """
 
     def __init__(self, *, file: TextIO | None = None, width: int | None = None) -> None:
@@ -48,8 +49,9 @@ def console(width: int | None = None, *, file: TextIO | None = None) -> Console:
 
 
 class PlainTable(Table):
-    """A table that is split by columns where a word of a heading or of a cell would be cut; each part has the first
-    column.
+    """Table that is split by columns where a word of a heading or of a cell would be cut.
+
+    Each part has the first column.
     """
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:

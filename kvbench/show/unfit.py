@@ -1,5 +1,7 @@
-"""Full-cache runs that are unfit as a reference: most answers were cut off or have nothing to grade, or all have the
-worst score. A method may look better than such a run, and the comparison is meaningless.
+"""Full-cache runs that are unfit as a reference.
+
+Most answers were cut off or have nothing to grade, or all have the worst score. A method may look better than such a
+run, and the comparison is meaningless.
 """
 
 from collections import Counter

@@ -172,8 +172,7 @@ def _stepped(
     new_tokens: int,
     options: StoreOptions,
 ) -> list[Tensor]:
-    """Slots per tier int64 [lists of a row] behind the steps of an answer, of which each list of another content makes
-    its own.
+    """Slots per tier int64 [lists of a row] after the steps of an answer, which each kind of list decides.
 
     Raises:
         Unlike: The policy parts lists that are alike.
@@ -207,8 +206,9 @@ def _stepped(
 
 
 class _Kinds:
-    """Lists by what a prompt's plan put into them: `kind` int64 [L, H] names one of `plans`, and `first` the first list
-    that has each.
+    """Lists grouped by their content after a prompt's plan.
+
+    `kind` int64 [L, H] names one of `plans`, and `first` the first list that has each.
     """
 
     def __init__(self, store: CompressedStore, row: int, plans: Sequence[LayerPlan]) -> None:
@@ -297,8 +297,9 @@ class _Due(Compaction):
 
 
 class _AllLists(SlotsView):
-    """All lists of a model as a policy sees them, of which `few` shows one of each kind; `kind` int64 [L, H] says which
-    a list has, and `budgets` is a view of the model's own store.
+    """View of all lists of a model, of which `few` has one of each kind.
+
+    `kind` int64 [L, H] is each list's kind, and `budgets` is a view of the model's store.
     """
 
     def __init__(self, few: SlotsView, budgets: DecodeView, kind: Tensor) -> None:

@@ -1,5 +1,6 @@
-"""Bytes of a method on a deep model, from shallow ones of the same heads and length: within 1 % of `project`, in a
-fraction of its time.
+"""Bytes of a method on a deep model, from shallow ones of the same heads and length.
+
+Within 1 % of `project`, in a fraction of its time.
 
 Bytes are a line over layers once a method's exceptions (first or last ones, of another precision) are all there. Two
 small caches say which line; nothing here knows what a method does.

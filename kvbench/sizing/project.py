@@ -1,5 +1,6 @@
-"""The bytes that a method would hold on a model of another size: the store's own decisions and its own ledger, of keys
-and values that are not there.
+"""Bytes that a method would hold on a model of another size.
+
+By the store's decisions and its ledger, without any keys and values.
 
 Nothing here repeats a formula of the cache: the method's plan says what each list keeps, the page tables and the rings
 of a real store take as many slots, and the ledger counts them (`kvbench.sizing.count`).
@@ -22,8 +23,10 @@ GLANCE_TOKENS = 1024  # a prompt long enough to tell whether it decides
 
 @dataclass(frozen=True, kw_only=True)
 class Projection:
-    """The ledger of one sequence that is not there: its items and their sum as `Ledger.itemise` gives them, and the
-    bytes of an FP16 full cache of the same tokens, windows and states included.
+    """Ledger of one sequence without keys and values.
+
+    Its items and their sum as of `Ledger.itemise`, and the bytes of an FP16 full cache of the same tokens, windows and
+    states included.
     """
 
     items: dict[str, int]
@@ -84,8 +87,9 @@ def _both(*sizes: Any) -> tuple[Projection, Projection]:
 
 
 def keeps_all(policy: Policy, projection: Projection, fp16_bytes: int) -> bool:
-    """True where as much is held as of all tokens, whose keys and values take `fp16_bytes` in the layers on which the
-    method acts; a method that holds less has begun to decide.
+    """True where as much is held as of all tokens; a method that holds less has begun to decide.
+
+    Their keys and values take `fp16_bytes` in the layers on which the method acts.
     """
     bits = min(tier.k_bits + tier.v_bits for tier in policy.tiers)  # of a key's and a value's number
     return 32 * projection.items["payload_bytes"] >= bits * fp16_bytes
@@ -104,8 +108,9 @@ def project_shares(
     shares: Sequence[float],
     options: StoreOptions | None = None,
 ) -> Projection:
-    """Bytes of one sequence when the method, which has no residual buffer, gives each tier a known share of tokens x
-    lists, as a stored run measured it.
+    """Bytes of one sequence when the method gives each tier a known share of tokens x lists, measured by a stored run.
+
+    The method has no residual buffer.
 
     Lists differ by up to half a page from the mean, so that slack is what it is on average.
 

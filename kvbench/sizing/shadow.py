@@ -33,8 +33,9 @@ def act_out(
     *,
     is_even: bool,
 ) -> dict[str, int]:
-    """Items of the ledger behind a prompt and the steps of an answer, where queries attend to all tokens alike, or to
-    one: every list of every layer takes every token.
+    """Items of the ledger after a prompt and the steps of an answer.
+
+    Queries attend to all tokens alike, or to one: every list of every layer takes every token.
     """
     store = shadow_store(policy, shape, prompt_tokens, new_tokens, options, is_even=is_even)
     row = store.open_row()
@@ -122,8 +123,9 @@ def _nowhere(shape: ModelShape) -> ModelShape:
 
 
 def standing_for(statistic: Statistic, is_probed: bool = True) -> Statistic:
-    """A statistic in another's place, where there are no keys and values to look at: all tokens are alike. With
-    `is_probed` it needs the second pass that the other one does.
+    """Substitute of a statistic without keys and values: all tokens are alike.
+
+    With `is_probed` it needs the second pass that the replaced one does.
     """
 
     @dataclass(frozen=True)

@@ -46,15 +46,17 @@ def usual_settings(method: str) -> dict[str, Any]:
 
 @cache
 def _usual(method: str, *folders: Path) -> dict[str, Any]:
-    """Usual settings by folders; folders of the user's own come and go within a process, and may have a method of the
-    same name.
+    """Usual settings by folders.
+
+    Folders of the user's come and go within a process, and may have a method of the same name.
     """
     return as_dict(method_settings(method)) if method in files.options("method") else {}
 
 
 def changed_settings(method: str, stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a stored method that are not those of its configuration today; settings that today's code lacks are
-    left out, so that runs of two versions of the code find each other.
+    """Settings of a stored method that are not those of its configuration today.
+
+    Settings that today's code lacks are left out, so that runs of two versions of the code match each other.
     """
     usual = usual_settings(method)
     return {name: value for name, value in stored.items() if name in usual and value != usual[name]}
@@ -78,9 +80,10 @@ def tier_shares(records: Iterable[SampleRecord]) -> list[float]:
 def projected(
     identity: Mapping[str, Any], records: Iterable[SampleRecord], shape: NamedShape, prompt_tokens: int, new_tokens: int
 ) -> Projection | None:
-    """Bytes that one sequence of another model would hold under the method of a stored run, at the shares that the run
-    measured where data decide; None where the method fits the other model or today's code no more, or where nothing was
-    measured.
+    """Bytes that one sequence of another model would hold under the method of a stored run.
+
+    At the shares that the run measured where data decide; None where the method no longer fits the other model or
+    today's code, or where nothing was measured.
     """
     policy = policy_of(identity)
     if policy is None:

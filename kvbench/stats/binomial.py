@@ -47,8 +47,9 @@ def within(lost: int, gained: int, count: int, margin: float) -> float:
 
 
 def restricted_churn(churn: float, margin: float) -> float:
-    """The share of samples that differ which is likeliest if the true loss is the margin, where a share `churn` differs
-    and as many are gained as lost. `within` has the same estimate for counts.
+    """Most likely share of differing samples if the true loss is the margin.
+
+    Observed are a share `churn` that differs, with as many gained as lost. `within` has the same estimate for counts.
     """
     linear = churn - 2 * margin
     return margin + (linear + math.sqrt(linear**2 + 4 * churn * margin * (1 - margin))) / 2
@@ -75,8 +76,9 @@ def power(loss: float, churn: float, count: int, level: float) -> float:
 
 @lru_cache(maxsize=256)
 def _most_gained(level: float, block: int) -> np.ndarray:
-    """The most gained answers that still show a loss, -1 where none do: for each number of differing samples of a
-    block.
+    """The most gained answers that still show a loss, -1 where none do.
+
+    For each number of differing samples of a block.
     """
     from scipy.stats import binom
 
@@ -86,8 +88,9 @@ def _most_gained(level: float, block: int) -> np.ndarray:
 
 
 def detectable(churn: float, count: int, level: float) -> float | None:
-    """The smallest loss that McNemar's exact test shows with 80 % probability, at a churn as `power` has it; None
-    where no loss would.
+    """Smallest loss that McNemar's exact test shows with 80 % probability, at a churn as in `power`.
+
+    None where no loss would.
     """
     from scipy.optimize import brentq
 
@@ -97,8 +100,9 @@ def detectable(churn: float, count: int, level: float) -> float | None:
 
 
 def samples_needed(loss: float, churn: float, level: float) -> int | None:
-    """Number of samples that show a loss with 80 % probability, to 0.5 %; None for more than a million, and for a loss
-    outside (0, 1]. Arguments as of `power`.
+    """Number of samples that show a loss with 80 % probability, to 0.5 %.
+
+    None for more than a million, and for a loss outside (0, 1]. Arguments are those of `power`.
     """
     from scipy.stats import norm
 

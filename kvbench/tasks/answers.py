@@ -43,8 +43,9 @@ def after_thinking(text: str, opened: bool = False) -> str | None:
 
 
 def final_answer(text: str, find: Callable[[str], T | None], opened: bool = False) -> T | None:
-    """The answer that `find` extracts from the text behind the thoughts; None for none, and where the thoughts have no
-    end.
+    """Answer that `find` extracts from the text after the thoughts.
+
+    None for none, and where the thoughts have no end.
 
     Characters that nobody sees are no part of an answer.
     """

@@ -38,9 +38,7 @@ _SIGN = re.compile(r"\\[{}]|[()\[\]{},]|\\.", re.DOTALL)
 
 
 def plain_symbols(latex: str) -> str:
-    """The text with the hyphen for a minus, LaTeX's names of other symbols, no sizes of brackets, and no marks between
-    thousands but commas.
-    """
+    """Normalise symbols of LaTeX: hyphen for minus, usual names, no bracket sizes, commas between thousands."""
     for sign, name in _NAMES.items():
         latex = latex.replace(sign, name)
     latex = _ROOT.sub(lambda root: f"\\sqrt{{{root[1] or root[2]}}}", _SIZES.sub("", latex))

@@ -1,5 +1,6 @@
-"""Tasks of problems that are answered right or wrong: requests, graders, and how the scores of many answers are summed
-up.
+"""Tasks of problems that are answered right or wrong.
+
+Requests, graders, and the aggregation of many answers.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -53,8 +54,9 @@ class ProblemSet(TaskSet):
         return self.problems.vote(record["text"], record["sample_id"] in self.opened)
 
     def aggregate(self, records: Iterable[dict]) -> dict:
-        """As `TaskSet.aggregate`, and further `sampling` (avg@n, pass@k, maj@k; only with several answers per
-        problem) and `groups` (the means by `group_by`).
+        """See `TaskSet.aggregate`; adds `sampling` and `groups`.
+
+        `sampling` is avg@n, pass@k, maj@k, only with several answers per problem; `groups` the means by `group_by`.
         """
         records = list(records)
         result = super().aggregate(records)
@@ -72,8 +74,9 @@ class ProblemSet(TaskSet):
 
 @dataclass(frozen=True, kw_only=True)
 class Problems(Task):
-    """A task of problems, made from lm-eval YAMLs whose documents have `context`, `gold`, `index` and the fields of
-    their prompt.
+    """A task of problems, made from lm-eval YAMLs.
+
+    Their documents have `context`, `gold`, `index` and the fields of their prompt.
 
     The class says: `meta_keys`, the fields of a document that its records keep; `group_by`, the one of them whose
     groups are also reported; `votes`, whether several answers to a problem vote; `instructions`, form -> the

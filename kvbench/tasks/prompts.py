@@ -354,8 +354,9 @@ class PromptBuilder:
         return tuple(ids[:border]), tuple(ids[border:])
 
     def _gold(self, ids: list[int], rendered: str, gold: str, begins: bool = True) -> tuple[int, ...]:
-        """Tokens of the reference answer as it would follow the prompt: after a space unless one is there already;
-        `begins` says whether the prompt begins the text.
+        """Tokens of the reference answer as it would follow the prompt.
+
+        After a space unless one is there already; `begins` says whether the prompt begins the text.
         """
         if not gold:
             return ()

@@ -187,8 +187,9 @@ class Task(ABC):
 
     @classmethod
     def reads_folder(cls, folder: str) -> bool:
-        """Tell whether a folder of data may be named to the task: always where the task cannot do without its data;
-        else where the folder holds some of it.
+        """Tell whether a folder of data applies to the task.
+
+        Always where the task cannot do without its data; else where the folder holds some of it.
         """
         return True
 
@@ -254,8 +255,10 @@ def source(rows: Rows, whole: int = 0) -> dict[str, Any]:
 def names_of(
     known: Sequence[str], groups: Mapping[str, Sequence[str]] | None = None, *, of_files: bool = False
 ) -> Several:
-    """The rule of a setting that lists names; `groups` are short names that stand for several of the known ones. Names
-    `of_files` may have `AVAILABLE` among them, see `at_hand_of`.
+    """Rule of a setting that lists names.
+
+    `groups` are short names that stand for several of the known ones. Names `of_files` may have `AVAILABLE` among them,
+    see `at_hand_of`.
     """
     name = Choice((*(groups or ()), *known, *((AVAILABLE,) if of_files else ())))
     return Several(name, alone=name)
@@ -274,9 +277,10 @@ def at_hand_of(
     file_of: Callable[[str], DataFile],
     data_dir: str | None,
 ) -> tuple[list[str], list[str]]:
-    """The names that a setting chooses, and those that it leaves out as their rows lie neither in the folder nor in the
-    local caches. It leaves out none unless `AVAILABLE` stands there: alone, it is of the usual names. Where no row of
-    any lies there, all are chosen, so that who reads them names all.
+    """Names that a setting chooses, and those left out because their rows are not available.
+
+    Rows are in the folder or in the local caches. None is left out unless `AVAILABLE` is listed: alone, it is of the
+    usual names. Where no row of any is there, all are chosen, so that the reader's error names all.
 
     Args:
         value: The setting, of the rule `names_of` with files.

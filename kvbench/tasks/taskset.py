@@ -76,8 +76,9 @@ class TaskSet:
     by: tuple[str, ...] = ()
 
     def score(self, request: Request, text: str) -> dict[str, float]:
-        """Score one answer as it was generated: metric -> value in [0, 1], for every name in `metrics`, and 1 for each
-        of `FLAGS` that the scorer set.
+        """Score one generated answer: metric -> value in [0, 1].
+
+        For every name in `metrics`, and 1 for each of `FLAGS` that the scorer set.
         """
         scores = self.scorer(request.sample_id, graded_text(request, text))
         return {name: float(scores[name]) for name in (*self.metrics, *(flag for flag in FLAGS if scores.get(flag)))}

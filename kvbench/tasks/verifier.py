@@ -135,8 +135,9 @@ def _relative(near: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Tell whether two sympy expressions are one number: exactly, or to `DECIMALS` digits where one has decimals; also
-    True where they are no numbers.
+    """Tell whether two sympy expressions are one number.
+
+    Exactly, or to `DECIMALS` digits where one has decimals; also True where they are no numbers.
     """
     from sympy import Expr, Float, Rational
 

@@ -234,8 +234,9 @@ class Memory:
 
 
 def largest(fits: Callable[[int], bool], guess: int, most: int, precision: int = MOST) -> int:
-    """The largest whole number from 0 to `most` that fits, to a part of itself where a precision is given: looked for
-    near a guess, with steps that double, and then between the last two.
+    """Largest whole number from 0 to `most` that fits, to a fraction of it where a precision is set.
+
+    Searched near a guess, with steps that double, and then by bisection.
     """
     low, high = 0, most + 1  # fits, and does not
     at, step = min(max(1, guess), most), max(1, guess // precision)

@@ -95,8 +95,9 @@ class WholeModel(Methods):
         return StoreDecoder(model, method, kernels=self.kernels, decode=self.decode, **more)
 
     def stepping(self, name: str, decoder: Decoder | Graphed, answers: list[list[int]], **extra: Any) -> Variant:
-        """`steps` decode steps at a time, with the tokens of each row that follow the prompts, which the decoder has
-        read; every timing continues from the last one.
+        """Runs `steps` decode steps at a time, with the tokens of each row that follow the prompts.
+
+        The decoder has read the prompts; every timing continues from the last one.
         """
         tokens = zip(*answers, strict=True)
 
@@ -272,8 +273,9 @@ def static_variant(
 
 
 def prompt_variants(settings: Settings, models: Mapping[str, LoadedModel]) -> list[Variant]:
-    """One prompt, read into an empty cache in each timing. Its own answer is exact for every method: all are held to
-    that of the first model's own cache.
+    """One prompt, read into an empty cache in each timing.
+
+    Its reference answer is exact for every method: all are compared with that of the first model's cache.
     """
     exact = None
     variants = []

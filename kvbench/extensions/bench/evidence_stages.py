@@ -18,8 +18,10 @@ DRY_METHODS = "kvbench.extensions.bench.check_methods --device cpu --method full
 
 @dataclass(frozen=True)
 class Stage:
-    """One part of the evidence, whose files have its name: the seconds it may take, what `python -m` runs, with `{out}`
-    for its JSON document, and the same on a CPU with interpreted kernels and tiny shapes.
+    """One stage of the evidence, whose files have its name.
+
+    Its limit in seconds, the arguments of `python -m`, with `{out}` for its JSON document, and the same on a CPU with
+    interpreted kernels and tiny shapes.
     """
 
     name: str

@@ -1,6 +1,7 @@
-"""Time of a prompt and of a decode step by part: the model's matrices, attention, scores, planning, reserving, writing,
-and the rest. Calls are timed at the boundaries between parts; a nested call counts for the called part alone, so that
-the parts of a step add up to it.
+"""Time of a prompt and of a decode step by part.
+
+The model's matrices, attention, scores, planning, reserving, writing, and the rest. Calls are timed at the boundaries
+between parts; a nested call counts for the called part alone, so that the parts of a step add up to it.
 """
 
 import sys

@@ -253,8 +253,10 @@ class Serving:
     def _shares(
         self, settings: Settings, make: Callable[..., Engine], policy: Policy, options: StoreOptions
     ) -> tuple[int, int]:
-        """Requests at once, and bytes for their pages: as many as the memory holds with all of an average request, or,
-        where that is more, with tables and buffers in half of it, since few requests are at their end at once.
+        """Concurrent requests, and bytes for their pages.
+
+        As many as the memory holds with all of an average request, or, where that is more, with tables and buffers in
+        half of it, since few requests are at their end at once.
         """
         engine = make(store=options, batch_size=1)
         engine.open_batch(RequestQueue(self._requests), on_outcome=print)
@@ -343,8 +345,10 @@ class _Noting(RequestQueue):
 
 
 def figures(runs: list[dict], ttft_s: float, tpot_s: float) -> dict[str, Any]:
-    """Figures of a row of the table: percentiles of both latencies, rates per second, requests per second within both
-    targets (`goodput_per_s`), and pages over time of the first run.
+    """Figures of a row of the table.
+
+    Percentiles of both latencies, rates per second, requests per second within both targets (`goodput_per_s`), and
+    pages over time of the first run.
     """
 
     def every(name: str) -> list:

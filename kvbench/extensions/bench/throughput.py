@@ -96,8 +96,9 @@ def peer_variants(settings: Settings, model: LoadedModel, text: list[list[int]],
 def store_variants(
     method: str, settings: Settings, model: LoadedModel, text: list[list[int]], notes: list[str], prompts: PromptCache
 ) -> list[Variant]:
-    """A method with as many sequences as fit at their final length, which is measured by answering once; on a GPU the
-    same sequences once more, with their steps replayed from a graph.
+    """A method with as many sequences as fit at their final length, measured by answering once.
+
+    On a GPU the same sequences once more, with their steps replayed from a graph.
     """
     options: dict[str, Any] = {"new_tokens": settings.new_tokens, "prompts": prompts}
     trial = settings.decoder(model, method, rows=len(text), **options)

@@ -31,8 +31,9 @@ class Times:
     ends: list[tuple[int, int, float]] = field(default_factory=list)
 
     def step_s(self, rows: int, tokens: int) -> float:
-        """Seconds of a step: between the numbers of rows that were measured on a line, beyond them on the line through
-        all; tokens held beyond their mean at that number of rows cost what they cost on average.
+        """Seconds of a step, interpolated between measured numbers of rows, and beyond them by a line through all.
+
+        Tokens held beyond their mean at that number of rows cost the average.
         """
         return self._steps(rows, tokens)
 
@@ -71,8 +72,9 @@ class Times:
 def summary(
     steps: Sequence[tuple[int, int, float]], prompts: Sequence[tuple[int, float]], ends: Sequence[tuple[int, int, int]]
 ) -> dict[str, list]:
-    """Summarise a load for a document, as `Times` takes it: means over steps with equal rows, split into those that
-    hold less and more, and over prompts of about one length.
+    """Summarise a load for a document, in the form of `Times`.
+
+    Means over steps with equal rows, split into those that hold less and more, and over prompts of about one length.
     """
     by_rows = defaultdict(list)
     for step in sorted(steps):
@@ -112,8 +114,9 @@ class Measured:
 
 
 def read_times(paths: Sequence[Path]) -> Measured:
-    """The times in documents of `bench what=serve` and `what=decode`; ValueError where one has none, or they are of
-    several models or machines.
+    """Read times from documents of `bench what=serve` and `what=decode`.
+
+    Raises ValueError where one has none, or they are of several models or machines.
     """
     methods: dict[str, Times] = defaultdict(Times)
     cells: list[tuple[dict, dict]] = []

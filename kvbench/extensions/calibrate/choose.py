@@ -1,5 +1,7 @@
-"""From measured trials to a choice: what each loses against the full cache, what it holds, and which is the cheapest
-that loses no more than the margin, or has the highest score; and how often that confirms what it should not.
+"""From measured trials to a choice: losses against the full cache, bytes, and the winner.
+
+It is the cheapest that loses no more than the margin, or has the highest score. Also the probability that a setting is
+confirmed that should not be.
 """
 
 from collections import Counter
@@ -84,8 +86,9 @@ def evaluate(trial: Trial, reference: Trial, rule: Rule) -> Measured:
 
 
 def loss(trial: Trial, reference: Trial, criterion: str, rule: Rule) -> Estimate:
-    """The loss of a trial with its paired 95 % interval, positive when worse; the interval has no width where every
-    sample loses the same NLL or KL, most often none.
+    """Loss of a trial with its paired 95 % interval, positive when worse.
+
+    The interval has no width where every sample loses the same NLL or KL, most often none.
     """
     losses, what = losses_of(trial, reference, criterion, rule)
     if losses is None:

@@ -132,8 +132,9 @@ def read_experiment(settings: dict, command: str) -> DictConfig:
 
 @contextmanager
 def opened(folder: Path, sweep: Sweep, decides: dict[str, Any]) -> Iterator[tuple[Path, str]]:
-    """Lock a folder and its subfolder for the deciding settings, both without litter; yields the subfolder and its full
-    hash.
+    """Lock a folder and its subfolder for the deciding settings, without temporary files of either.
+
+    Yields the subfolder and its full hash.
     """
     digest = identity.hash_identity({name: identity.canonical(value) for name, value in decides.items()})
     result_folder = folder / digest[: identity.HASH_DIGITS]
@@ -145,8 +146,7 @@ def opened(folder: Path, sweep: Sweep, decides: dict[str, Any]) -> Iterator[tupl
 
 
 def load_samples(cfg: DictConfig, plan: Plan, parts: Loaders, model: LoadedModel, prefix: str = "calibrate") -> TaskSet:
-    """As many samples of each subset as both sets of the plan need, or all that a limit leaves; generated tasks make
-    them.
+    """As many samples of each subset as both sets of the plan need, or all within a limit; generated tasks make them.
 
     Raises:
         ValueError: The task has no gold answers, and the criterion needs them.
@@ -169,8 +169,9 @@ def load_samples(cfg: DictConfig, plan: Plan, parts: Loaders, model: LoadedModel
 
 
 def _tune(sweep: Sweep, plan: Plan, task: TaskSet, result: Result) -> Measured | None:
-    """Choose the settings one after the other; returns the choice of the last stage, or None at once when no value of a
-    grid is good enough. The stages are appended to `result`.
+    """Choose the settings one after the other; returns the choice of the last stage.
+
+    None as soon as no value of a grid is good enough. The stages are appended to `result`.
     """
     full = sweep.full(task)
     chosen: dict[str, Number] = {}
@@ -231,8 +232,9 @@ def _judged(sweep: Sweep, plan: Plan, task: TaskSet, default: Trial, tuned: Meas
 
 
 def _earlier_looks(folder: Path, digest: str, held_out: str) -> int:
-    """Count the other calibrations of the method, with another margin, grid or rule, judged on the same held-out
-    samples: repeated looks find a passing setting by chance.
+    """Count the other calibrations of the method judged on the same held-out samples.
+
+    With another margin, grid or rule: repeated looks find a passing setting by chance.
     """
     count = 0
     for path in folder.glob("*/calibration.json"):

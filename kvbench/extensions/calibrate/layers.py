@@ -1,5 +1,6 @@
-"""`kvbench calibrate what=layers`: which layers may have fewer bits, measured layer by layer, and the tables of
-precisions that follow from it, from the gentlest to the harshest.
+"""`kvbench calibrate what=layers`: the layers that may have fewer bits, measured layer by layer.
+
+And the tables of precisions that follow from it, from the gentlest to the harshest.
 
 Each layer alone gets each precision, and what the answers lose then is its sensitivity. From all layers at the gentlest
 precision, a greedy search takes the step that adds the least loss per byte that it saves, again and again. It adds up
@@ -31,8 +32,10 @@ AROUND = ("gentle", "harsh")
 
 @dataclass(frozen=True, kw_only=True)
 class LayerPlan:
-    """The settings of a search over layers: the precisions that a layer may have, the gentlest first; what the others
-    have while one is measured, the `gentle` end of these or the `harsh` one; and how many tables are measured.
+    """Settings of a search over layers.
+
+    The precisions that a layer may have, the gentlest first; that of the other layers while one is measured, the
+    `gentle` end of these or the `harsh` one; and the number of tables to measure.
     """
 
     tiers: tuple[str, ...]

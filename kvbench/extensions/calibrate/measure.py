@@ -31,8 +31,9 @@ from kvbench.tasks.taskset import TaskSet
 
 @dataclass(kw_only=True)
 class Trial:
-    """One setting of the method (none: the full cache) on one set of samples, with its journal's records in request
-    order once it was measured.
+    """One setting of the method (none: the full cache) on one set of samples.
+
+    With its journal's records in request order once it was measured.
     """
 
     settings: dict[str, Number]

@@ -1,6 +1,4 @@
-"""The plan of a calibration: the settings to tune one after the other, the rule of the choice, and the two sets of
-samples.
-"""
+"""Plan of a calibration: the settings to tune one after the other, the rule of the choice, and two sets of samples."""
 
 import hashlib
 import itertools
@@ -91,8 +89,9 @@ class Plan:
 def read_plan(
     cfg: DictConfig, method: str, policy: Policy, stages: tuple[Stage, ...] | None = None, rule: str = CHEAPEST
 ) -> Plan:
-    """Checks the settings of the command, for a method at its uncalibrated settings; `stages` are given where they do
-    not follow from the grid.
+    """Checks the settings of the command, for a method at its uncalibrated settings.
+
+    `stages` are passed where they do not follow from the grid.
     """
     if method == FULL:
         raise ValueError("method=full is what the others are measured against; choose a method that compresses")
@@ -133,8 +132,9 @@ def read_plan(
 
 
 def _stages(cfg: DictConfig, method: str, known: Mapping[str, Declared], usual: Mapping[str, Any]) -> tuple[Stage, ...]:
-    """The settings to tune: those asked for, or those of the grid that the method has; `known` is what it declares, and
-    `usual` has the rule's values where the grid has none.
+    """Settings to tune: those requested, or those of the grid that the method has.
+
+    `known` is what it declares, and `usual` has the rule's values where the grid has none.
     """
     grid = {name: as_dict(usual).get(name) if values is None else values for name, values in as_dict(cfg.grid).items()}
     names = cfg.parameters
@@ -164,8 +164,9 @@ def _stages(cfg: DictConfig, method: str, known: Mapping[str, Declared], usual: 
 
 
 def describe_data(task: TaskSet, limit: object, rule: Rule) -> dict[str, Any]:
-    """Name the problems of a calibration: where they were read, which of them, and, for the paper's rule, where they
-    are not what the paper took, MATH's training split.
+    """Name the problems of a calibration: their source and numbers.
+
+    For the paper's rule also where they are not the paper's, MATH's training split.
     """
     settings = {name: task.protocol[name] for name in ("problems", "levels") if name in task.protocol}
     settings |= {} if limit is None else {"limit": limit}

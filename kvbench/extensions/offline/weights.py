@@ -11,8 +11,9 @@ PIECE_BYTES = 1 << 20
 
 
 def join(folder: Path) -> None:
-    """Check the files of a folder against its SHA256SUMS, and join those that lie there in parts; a folder without that
-    list is left as it is.
+    """Check the files of a folder against its SHA256SUMS, and join those that are there in parts.
+
+    A folder without that list is unchanged.
 
     Raises:
         ValueError: Names what is damaged, or the parts that are missing.

@@ -1,5 +1,6 @@
-"""The examples that papers draw, carried out on the store's pages and the methods' code: lines that `kvbench paper`
-prints. A test compares each with the paper.
+"""Examples of papers, carried out on the store's pages and the methods' code.
+
+Lines that `kvbench paper` prints. A test compares each with the paper.
 """
 
 from collections.abc import Callable

@@ -171,8 +171,10 @@ def _size(paper: Paper, entry: Entry, row: str, run: StoredRun, subset: str, rec
 
 
 def front(sizes: Sequence[Size]) -> list[bool | None]:
-    """Mark lines that no other of their task and subset dominates by best estimates: a larger score at most the same
-    size, or an equal score and less size; None where score or size is unknown.
+    """Mark lines that no other of their task and subset dominates by best estimates.
+
+    A line dominates with a larger score at most the same size, or an equal score and less size; None where score or
+    size is unknown.
     """
     marks: list[bool | None] = []
     for one in sizes:

@@ -198,8 +198,9 @@ def model_name(words: Sequence[str]) -> str:
 def command_lines(
     entry: Entry, cfg: DictConfig, others: Sequence[str], lines: Sequence[str] | None = None
 ) -> list[tuple[str, list[str]]]:
-    """The further commands of an entry, or these lines of it, each its name and words, with the user's words that it
-    has a setting for.
+    """Further commands of an entry, or these lines of it, each its name and words.
+
+    With the user's words that it has a setting for.
 
     Raises:
         ValueError: Nothing of the entry has a setting of the user's, or it has no jobs for a launcher.
@@ -235,8 +236,10 @@ def _of_model(words: Sequence[str]) -> list[str]:
 
 
 def plan(paper: Paper, entry: Entry, cfg: DictConfig, others: list[str], arguments: list[str]) -> int:
-    """Say what an entry would run: samples and data that are missing, with no model loaded; `plan=timed` also time by a
-    rate measured here, memory and disk; its further commands; and the words that start it, here and on a cluster.
+    """Print what an entry would run: samples and missing data, with no model loaded.
+
+    `plan=timed` also time by a rate measured here, memory and disk; its further commands; and the words that start it,
+    here and on a cluster.
     """
     console = terminal.console()
     launcher = [word for word in others if word.startswith("hydra")]
@@ -283,8 +286,9 @@ def plan(paper: Paper, entry: Entry, cfg: DictConfig, others: list[str], argumen
 
 
 def _counted(jobs: Sequence[list[str]]) -> list[str]:
-    """Count the samples of jobs, task by task, as they are published, and name missing data; no model is loaded, no row
-    read and nothing fetched.
+    """Count the samples of jobs, task by task, as published, and name missing data.
+
+    No model is loaded, no row read and nothing fetched.
     """
     from kvbench.config.compose import compose
     from kvbench.tasks import data_files

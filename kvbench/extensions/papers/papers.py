@@ -145,8 +145,9 @@ def _raw(key: str) -> dict[str, Any]:
 
 
 def _entry(key: str, content: Mapping[str, Any]) -> Entry:
-    """Entry of a file; `like: PAPER AT` inherits missing keys from that entry, `like: AT` from an earlier one of the
-    same paper.
+    """Entry of a file.
+
+    `like: PAPER AT` inherits missing keys from that entry, `like: AT` from an earlier one of the same paper.
     """
     known = {item.name for item in fields(Entry)}
     at = str(content.get("at"))

@@ -142,8 +142,9 @@ def with_full(rows: "pd.DataFrame", table: list[str], column: str) -> "pd.DataFr
 
 
 def points(task: str, methods: Sequence[str]) -> list[PublishedPoint]:
-    """Printed scores of a task and methods, by our names, that can stand in a picture: with a known memory share, and
-    an uncompressed cache in the same table.
+    """Printed scores of a task and methods, by kvbench's names, that can be in a picture.
+
+    They have a known memory share, and an uncompressed cache in the same table.
     """
     frame = rows()
     frame = frame[(frame["task"].map(task_name) == task_name(task)) & (frame["unit"] == "points")]
@@ -183,8 +184,9 @@ class PrintedShare(NamedTuple):
 
 
 def shares(method: str, model: str) -> list[PrintedShare]:
-    """The rows that print the memory of a method, by our name, on a model; read without pandas, which takes longer to
-    load than `kvbench bytes` has to count.
+    """Rows that print the memory of a method, by kvbench's name, on a model.
+
+    Read without pandas, which takes longer to load than `kvbench bytes` has to count.
     """
     text = (files(__package__) / "published.csv").read_text(encoding="utf-8")
     listed = [row for row in csv.DictReader(io.StringIO(text)) if method_name(row["method"]) == method_name(method)]

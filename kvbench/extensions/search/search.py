@@ -1,5 +1,6 @@
-"""`kvbench calibrate what=search`: Optuna looks for settings that hold fewer bytes and lose less, over method, budget,
-precision and allocation at once; the best are judged on samples that took no part in the search.
+"""`kvbench calibrate what=search`: Optuna searches for settings that hold fewer bytes and lose less.
+
+Over method, budget, precision and allocation at once; the best are judged on samples that took no part in the search.
 
 Every setting that is tried has a journal of its own, named by the hash of the run that it is, and the study is a file
 next to them. A search that was stopped goes on; nothing that was measured is measured again.

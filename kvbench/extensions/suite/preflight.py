@@ -107,8 +107,9 @@ def _there(one: Experiment) -> int:
 
 
 def _timed(full: Experiment, parts: Loaders) -> tuple[float, float, float, float]:
-    """Time a few answers to the prompt of median length, which is read once: seconds per prompt token, seconds per
-    answer token, bytes of a record without tokens, and bytes per token.
+    """Time a few answers to the prompt of median length, which is read once.
+
+    Returns seconds per prompt token, seconds per answer token, bytes of a record without tokens, and bytes per token.
     """
     requests = sorted(full.task.requests, key=lambda request: request.num_prompt_tokens)
     middle = requests[len(requests) // 2]

@@ -126,7 +126,8 @@ def find_answer(text: str) -> str | None:
 
 
 def is_right(reference: str, answer: str) -> bool | None:
-    r"""Tell whether an answer is the right number, written as one or as something that equals it (`\\frac{140}{2}`);
+    r"""Tell whether an answer is the right number, literally or by value (`\\frac{140}{2}`).
+
     None where that cannot be judged in time.
 
     Source: lm-eval 0.4.13 aime compares texts, after Hendrycks' normal form.

@@ -1,5 +1,6 @@
-"""HumanEval+ and MBPP+ (`task=humaneval_plus`, `task=mbpp_plus`): Python functions, run in a cage on the original and
-the added inputs.
+"""HumanEval+ and MBPP+ (`task=humaneval_plus`, `task=mbpp_plus`).
+
+Python functions, run in a cage on the original and the added inputs.
 
 `complete`: the model continues raw code; `chat`: it is asked for a fenced block in the chat template. Nothing runs
 unless `task.allow_code_execution=true`, and nothing where the cage is not complete.

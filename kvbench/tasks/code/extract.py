@@ -181,8 +181,10 @@ def parse(text: str) -> tuple[ast.Module | None, int]:
 
 
 def _tree(text: str) -> ast.Module:
-    """Tree of `ast.parse`, or its exception. Graders take turns; other threads that parse code in this process do not,
-    and a parse that they disturbed is repeated.
+    """Tree of `ast.parse`, or its exception.
+
+    Graders take turns; other threads that parse code in this process do not, and a parse that they disturbed is
+    repeated.
     """
     # What a compiler warns of in an answer is nobody's business here, and must not become an error.
     warnings.filterwarnings("ignore", module=re.escape(_FILE))

@@ -1,5 +1,7 @@
-"""Metrics of `task=custom`. Each scores a right answer 1 against itself and 0 against an empty answer, or the row is
-set aside (`check_answers`); `absent` does the reverse, and `regex` refuses patterns that every text matches.
+"""Metrics of `task=custom`.
+
+Each scores a right answer 1 against itself and 0 against an empty answer, or the row is set aside (`check_answers`);
+`absent` does the reverse, and `regex` refuses patterns that every text matches.
 """
 
 import re
@@ -128,8 +130,9 @@ METRICS = (*SCORES, CHOICE)
 
 
 def grade(metric: str, text: str, answers: Sequence[str]) -> float:
-    """Score what the model wrote, without its thoughts: the best over the answers, for `contains_all` the mean,
-    for `absent` the worst.
+    """Score a text without its thoughts: the best over the answers.
+
+    For `contains_all` the mean, for `absent` the worst.
     """
     values = [SCORES[metric][0](text.strip(), answer) for answer in answers]
     if metric == ABSENT:

@@ -150,8 +150,9 @@ def data_file(subset: str) -> DataFile:
 
 
 def check_row(row: Mapping[str, object]) -> dict[str, Any]:
-    """Check the object of a line: `context` (in some copies `content`), `input`, `answer` (a text, or the first of a
-    list).
+    """Check the object of a line.
+
+    `context` (in some copies `content`), `input`, `answer` (a text, or the first of a list).
     """
     value = row.get("answer")
     answer = value[0] if isinstance(value, list) and value else value

@@ -74,8 +74,10 @@ def _last_mathematics(text: str) -> str | None:
 
 
 def _behind(text: str) -> str | None:
-    """The answer at the beginning of a text: the first mathematics that begins on its first line, however many lines
-    that goes on for, else the line itself; where that only announces the answer, the same of the next line.
+    """Answer at the beginning of a text.
+
+    The first mathematics that begins on its first line, however many lines that goes on for, else the line itself;
+    where that only announces the answer, the same of the next line.
     """
     text = _MARKUP.sub("", text, count=1)
     line, _, rest = text.partition("\n")
@@ -107,8 +109,9 @@ def _last_number(text: str) -> str | None:
 
 
 def _mathematics(text: str) -> Iterator[_Span]:
-    r"""The mathematics between dollars, `\\(` and `\\)`, `\\[` and `\\]`, or of an environment, in order; an escaped
-    dollar is none.
+    r"""Mathematics between dollars, `\\(` and `\\)`, `\\[` and `\\]`, or of an environment, in order.
+
+    An escaped dollar is none.
     """
     position, closed = 0, set[str]()
     while sign := _MATH.search(text, position):
@@ -133,8 +136,9 @@ def _mathematics(text: str) -> Iterator[_Span]:
 
 
 def _result(latex: str, whole: bool = False) -> str:
-    """Result of mathematics over several lines: the last line; of a `whole` answer all, unless each goes on with an
-    equals sign.
+    """Result of mathematics over several lines: the last line.
+
+    Of a `whole` answer all, unless each goes on with an equals sign.
     """
     while len(latex) <= MAX_BLOCK_CHARS and (block := _BLOCK.fullmatch(latex)):
         rows = [bare for row in _rows(block[2]) if (bare := row.strip().rstrip(".,").strip())]

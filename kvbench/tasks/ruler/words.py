@@ -143,8 +143,9 @@ def _essay_source(data_dir: str, needed: bool) -> Source | None:
 
 
 def has_files(data_dir: str, names: Sequence[str]) -> bool:
-    """Tell whether a folder has one of some files, in whatever format, readable or not; endings of names do not
-    count.
+    """Tell whether a folder has one of some files, in any format, readable or not.
+
+    Extensions do not count.
     """
     stems = [name.removesuffix(".json") for name in names]
     folders = [_root(data_dir), *(_root(data_dir) / name for name in FOLDERS)]

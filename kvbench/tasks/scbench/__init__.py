@@ -160,8 +160,9 @@ def data_file(subset: str) -> DataFile:
 
 
 def check_row(row: Mapping[str, object]) -> dict[str, Any]:
-    """Check the object of a line: `context` (in some files `input`), and `multi_turns`, a list of objects with `input`
-    and `answer` (a text, a number, or a list of these).
+    """Check the object of a line: `context` (in some files `input`), and `multi_turns`.
+
+    That is a list of objects with `input` and `answer` (a text, a number, or a list of these).
     """
     turns = row.get("multi_turns")
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):

@@ -45,8 +45,9 @@ class Transcript(Task):
 
     @abstractmethod
     def write(self, seed: str, depth: float, count: int) -> Document:
-        """A transcript of so many requests, and one more; its subject lies at `depth`, 0 to 1. The same seed gives the
-        same facts whatever the count.
+        """A transcript of `count` requests, and one more; its subject is at `depth`, 0 to 1.
+
+        The same seed gives the same facts whatever the count.
         """
 
     @abstractmethod
