@@ -296,7 +296,7 @@ class SlotSearch:
     first: int | Tensor = 0
 
     def per_list(self, lists: int) -> "SlotSearch":
-        """This search with every sequence's numbers repeated for its lists."""
+        """Repeat every sequence's numbers for each of its lists."""
         bounds = {name: getattr(self, name) for name in ("seen", "floor", "before", "exact")}
         return replace(self, **{name: x.repeat_interleave(lists) for name, x in bounds.items() if x is not None})
 

@@ -78,8 +78,7 @@ class Gpu(Backend):
         """Selects the kernels of decode attention.
 
         Args:
-
-        decode: `triton`, `cuda` (which needs an NVIDIA GPU), `torch`, or a builder of kernels in CUDA C++.
+            decode: `triton`, `cuda` (which needs an NVIDIA GPU), `torch`, or a builder of kernels in CUDA C++.
         """
         super().__init__()
         build = cuda_kernels if decode == "cuda" else decode if callable(decode) else None

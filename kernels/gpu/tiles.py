@@ -315,7 +315,7 @@ def ring_logits(
     q, ring, start, token, live, GP: tl.constexpr, BT: tl.constexpr, OP: tl.constexpr, LENGTH: tl.constexpr,
     D: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """k . q for tokens in a residual buffer, fp32 [BT, GP]."""
+    """Products k . q for tokens in a residual buffer, fp32 [BT, GP]."""
     dots = tl.zeros([BT, GP], tl.float32)
     P: tl.constexpr = SIDE.P
     for plane in tl.static_range(P):

@@ -171,7 +171,7 @@ class CheckedPlans:
         return self._check_slots(call, plan, view) if plan.slot is not None else plan
 
     def due(self, view: DecodeView) -> Tensor:
-        """bool [S]: the sequences whose bulk eviction is due; raises ValueError where the answer is something else."""
+        """Mask bool [S] of the sequences whose bulk eviction is due; raises ValueError for another answer."""
         call = self._ask("compaction", view)
         assert self._policy.compaction is not None, "the caller looked"
         due = call.mask(self._policy.compaction.due(call.see()), "the answer", (view.shape[0],))

@@ -158,7 +158,7 @@ class ModelShape:
         return parts
 
     def on_host(self) -> "ModelShape":
-        """This shape on one device, in main memory, with placeholder numbers in its tensors."""
+        """Copy of this shape on one device, in main memory, with placeholder numbers in its tensors."""
         sinks = self.softmax.sinks
         return replace(
             self,

@@ -33,7 +33,7 @@ class Ranks:
         return number
 
     def local(self, x: Tensor, dim: int) -> Tensor:
-        """This process's share of a tensor of all heads along `dim`."""
+        """Local share of a tensor of all heads along `dim`."""
         return x.unflatten(dim, (self.size, -1)).select(dim, self.index) if self.size > 1 else x
 
 

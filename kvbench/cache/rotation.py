@@ -43,11 +43,11 @@ class Rotation:
         return self._turn is None
 
     def apply(self, x: Tensor) -> Tensor:
-        """x [..., D] in the channels of the store, in its own dtype."""
+        """Rotate `x` [..., D] into the channels of the store, in its dtype."""
         return x if self._turn is None else self._turn(x.float()).to(x.dtype)
 
     def back(self, x: Tensor) -> Tensor:
-        """x [..., D] from the channels of the store, in its own dtype."""
+        """Rotate `x` [..., D] back from the channels of the store, in its dtype."""
         return x if self._turn_back is None else self._turn_back(x.float()).to(x.dtype)
 
 

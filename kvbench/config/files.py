@@ -90,7 +90,7 @@ def conf_folder() -> Path:
 
 
 def shipped_folders() -> list[Path]:
-    """kvbench's configuration folder, and those of the extensions."""
+    """Configuration folders of kvbench and of its extensions."""
     return [conf_folder(), *extensions.conf_folders()]
 
 

@@ -65,7 +65,7 @@ def calls_noted(model: PreTrainedModel, note: Callable[[AttentionCall | None], N
 
 
 def first_tokens(call: AttentionCall, count: int) -> AttentionCall:
-    """This call, cut to its first tokens."""
+    """Copy of a call, cut to its first tokens."""
 
     def cut(angles: Tensor) -> Tensor:
         return angles[:, :count]

@@ -64,7 +64,7 @@ class ComparedRun:
 
     @property
     def p_equal(self) -> float | None:
-        """p value of the equivalence test, the largest that missing answers allow."""
+        """Equivalence test's p value, the largest that missing answers allow."""
         each = [self.difference, *(self.extremes or ())]
         p_values = [None if one is None else one.p_within(self.margin) for one in each]
         known = [p for p in p_values if p is not None]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def started() -> tuple[int, int]:
-    """This process's number and how many there are, as torchrun said; (0, 1) without it."""
+    """Rank of this process and number of processes, as set by torchrun; (0, 1) without it."""
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 

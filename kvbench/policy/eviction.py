@@ -137,7 +137,7 @@ class Protection:
         return torch.maximum(allowed, first) if isinstance(first, Tensor) else allowed.clamp(min=first)
 
     def slots(self, view: DecodeView, pos: Tensor) -> Tensor:
-        """bool [S, L, H, n]: slots at these positions that are never evicted."""
+        """Mask bool [S, L, H, n] of the slots at these positions that are never evicted."""
         if self.of == "answer":
             return pos >= view.prompt_tokens[:, None, None, None]
         first = self.first_held(view)

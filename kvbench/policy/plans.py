@@ -42,7 +42,7 @@ class Extreme:
 
     @cached_property
     def exists(self) -> Tensor:
-        """bool [S, L, H]: an eligible slot existed."""
+        """Mask bool [S, L, H] of the lists with an eligible slot."""
         return self.slot >= 0
 
 

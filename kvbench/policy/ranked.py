@@ -34,7 +34,9 @@ Steps = Annotated[int, Whole(0, MAX_TOKENS, unit="steps")]
 
 @dataclass(kw_only=True)
 class Ranked(ByLayer):
-    """A method that keeps the tokens of a prompt with the highest scores. Of a prompt longer than the budget,
+    """Base of methods that keep the tokens of a prompt with the highest scores.
+
+    Of a prompt longer than the budget,
 
         first, last = always(budget)                    # tokens at the ends stay
         score = ranking(view)[..., first:-last]         # the others compete: by default with what `rank_by` declared
@@ -248,7 +250,7 @@ class Ranked(ByLayer):
         return PrefillPlan(tier_of=tier_of)
 
     def _stays(self, view: PrefillView, budget: int) -> Tensor:
-        """bool [V, H, N]: which tokens of a prompt longer than the budget stay."""
+        """Mask bool [V, H, N] of the tokens of a prompt longer than the budget that stay."""
         first, last = self._ends(budget, view.instruction_tokens)
         first = min(first, budget)
         last = min(last, budget - first)
@@ -275,7 +277,7 @@ class Ranked(ByLayer):
         return score if view.held is None else score.masked_fill(~view.held[..., free], GONE)
 
     def _reaches(self, view: PrefillView, threshold: float) -> Tensor:
-        """bool [V, H, N]: tokens whose score reaches the threshold, those that always stay, and each list's best."""
+        """Mask bool [V, H, N] of tokens that reach the threshold or always stay, and of each list's best."""
         first, last = self._ends(view.num_tokens, view.instruction_tokens)
         position = torch.arange(view.num_tokens, device=view.layers.device)
         stays = (position < first) | (position >= view.num_tokens - last)
@@ -417,7 +419,7 @@ class Ranked(ByLayer):
 
 
 def _held(view: PrefillView, free: slice) -> Tensor:
-    """bool [V, H, n]: tokens that are not gone."""
+    """Mask bool [V, H, n] of the tokens that are still held."""
     held = torch.ones_like(view.filled(0), dtype=torch.bool) if view.held is None else view.held
     return held[..., free]
 

@@ -166,7 +166,7 @@ def _chunk_of(tokens: Tensor, chunk: int) -> Tensor:
 
 
 def _per_chunk(x: Tensor, chunk: int) -> Tensor:
-    """x [.., n], summed over chunks."""
+    """Sum `x` [.., n] over chunks."""
     return x.new_zeros(*x.shape[:-1], num_blocks(x.shape[-1], chunk)).index_add_(-1, _chunk_of(x, chunk), x)
 
 
@@ -183,7 +183,7 @@ class TwoStages:
     epsilon: float = 1e-4
 
     def choose(self, score: Tensor, norm: Tensor, held: Tensor, counts: Tensor) -> Tensor:
-        """bool [V, H, n]: the `counts` tokens of each list; scores below 0 count from the smallest."""
+        """Mask bool [V, H, n] of the `counts` tokens of each list; scores below 0 count from the smallest."""
         score = score - score.masked_fill(~held, float("inf")).amin(-1, keepdim=True).clamp(max=0)
         first = rank_descending(score) < (counts * self.first).long()
         worth = ((score + self.epsilon) * norm).masked_fill(~held, float("-inf"))

@@ -171,7 +171,7 @@ class LayerTensors(ABC):
         return logits.softmax(-1)
 
     def grouped(self, x: Tensor) -> Tensor:
-        """x [Hq, ...] as [H, Hq / H, ...]."""
+        """Reshape `x` [Hq, ...] to [H, Hq / H, ...]."""
         return x.unflatten(0, (self.k.shape[0], -1))
 
     def _require(self, tensor: Tensor | None, what: str, remedy: str) -> Tensor:

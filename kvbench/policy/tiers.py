@@ -116,11 +116,11 @@ class Tier:
         return max(1, math.ceil(self.k_kept * head_dim - 1e-9))
 
     def split_by_bits(self, splits: dict[int, int]) -> "Tier":
-        """This tier with each side's vectors cut into `splits[bits]` groups; sides of other bits stay whole."""
+        """Copy with each side's vectors cut into `splits[bits]` groups; sides of other bits stay whole."""
         return replace(self, k_splits=splits.get(self.k_bits, 1), v_splits=splits.get(self.v_bits, 1))
 
     def per_channel(self, group: int, **more: int) -> "Tier":
-        """This tier with key scales per channel over `group` tokens, and other fields.
+        """Copy with key scales per channel over `group` tokens, and other fields.
 
         Formats that define their scales themselves, or have none, stay unchanged.
         """

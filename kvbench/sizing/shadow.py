@@ -260,5 +260,5 @@ class Shadow(Backend):
 
 
 def _live(tier: TierPages) -> Tensor:
-    """bool [S, H, m * T]: the slot is held."""
+    """Mask bool [S, H, m * T] of held slots."""
     return torch.arange(tier.ids.shape[-1] * tier.fmt.tokens_per_page) < tier.num_k[..., None]

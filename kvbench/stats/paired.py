@@ -70,7 +70,7 @@ class Paired:
         return standard_error(self.strata) if self.strata.count >= FEWEST_SAMPLES else None
 
     def among(self, num_tests: int) -> "Paired":
-        """This test as one of so many."""
+        """Copy of this test as one of `num_tests`."""
         return replace(self, num_tests=num_tests)
 
     def _t(self, resamples: int) -> np.ndarray:

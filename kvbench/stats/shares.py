@@ -62,7 +62,7 @@ class Share:
         return self.gap.test
 
     def among(self, num_tests: int) -> "Share":
-        """This test as one of so many."""
+        """Copy of this test as one of `num_tests`."""
         return replace(self, gap=self.gap.among(num_tests))
 
     def p_beyond(self, margin: float) -> float | None:

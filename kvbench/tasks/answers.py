@@ -86,9 +86,9 @@ def graded_text(request: Request, text: str) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last `\\boxed{...}` (or `\\fbox`, `\\framebox`) that is complete; None without one.
+    r"""The content of the last `\boxed{...}` (or `\fbox`, `\framebox`) that is complete; None without one.
 
-    Braces are balanced; `\\boxed 5` gives the next word, as TeX would nearly do, and `\\boxed5` the number.
+    Braces are balanced; `\boxed 5` gives the next word, as TeX would nearly do, and `\boxed5` the number.
     """
     boxes = list(_BOX.finditer(text))
     opening = {box.start(1) for box in boxes if box[1]}

@@ -56,7 +56,7 @@ def normalise(latex: str) -> str:
 def form(latex: str) -> str:
     r"""The brackets around the several things that an answer is: `()` for a point, `(]` for an interval, ...
 
-    `\\{\\}` for a set and for a bare list; empty for a single thing, and for what is made of such parts.
+    `\{\}` for a set and for a bare list; empty for a single thing, and for what is made of such parts.
     """
     bare = _MEMBER.sub("", normalise(latex))
     if _THOUSANDS.fullmatch(bare):
@@ -91,7 +91,7 @@ def _base(latex: str) -> str:
 
 
 def _relation(latex: str) -> str:
-    r"""The relation that stands in front of everything, such as `ne` for `\\neq 5`; empty without one."""
+    r"""The relation that stands in front of everything, such as `ne` for `\neq 5`; empty without one."""
     match = _RELATION.match(normalise(latex))
     return {"<": "lt", ">": "gt"}.get(match[0], match[0][1:3]) if match else ""
 
@@ -102,13 +102,13 @@ def equivalent(reference: str, answer: str) -> bool:
     MATH has three published graders: Hendrycks' (equal texts in a normal form), Minerva's (sympy), and math-verify.
     What all three say is kept. Where they differ, mathematics decides.
 
-    - `15\\text{ m}` is right for `15\\text{ cm}`: the first two take units off, and the third reads none. (A power of
+    - `15\text{ m}` is right for `15\text{ cm}`: the first two take units off, and the third reads none. (A power of
       the unit counts here, since it says whether a length, an area or a volume was found.)
-    - `x \\le 2` is wrong for `(-\\infty,2]`: the problems that have such answers ask for intervals. Math-verify takes
+    - `x \le 2` is wrong for `(-\infty,2]`: the problems that have such answers ask for intervals. Math-verify takes
       the interval where the reference is the relation, and so does this.
     - `52` is right for `52_8`, as in math-verify: the problem names the base. `52_8` is wrong for `52`.
-    - `\\neq 5` is wrong for `5`, and so is any other relation; math-verify does not see one without a left side.
-    - `1.41421356` is wrong for `\\sqrt{2}`, and `0.333333` for a third: math-verify rounds to six decimals, by which
+    - `\neq 5` is wrong for `5`, and so is any other relation; math-verify does not see one without a left side.
+    - `1.41421356` is wrong for `\sqrt{2}`, and `0.333333` for a third: math-verify rounds to six decimals, by which
       .000067 would also be .0000672.
     - A point is no set and no bare list, and nothing is closed at infinity.
 

@@ -134,7 +134,6 @@ def test_a_grader_is_run_as_its_file_says(mine, monkeypatch):
     """Two writes within a second of one size: Python takes the bytecode of the first for that of the second."""
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     times = [1_600_000_000_200_000_000 + 200_000_000 * step for step in range(3)]
-    group = {"harness": "lm_eval", "name": "own", "include_path": str(mine)}
     grader = mine / "own.py"
     for value, written in (("0.0", times[0]), ("1.0", times[2])):
         grader.write_text(GRADER.replace("C = 0.0", f"C = {value}"))

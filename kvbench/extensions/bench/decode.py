@@ -263,7 +263,7 @@ def decode_variants(settings: Settings, model: LoadedModel, batch: int, mark: st
 def static_variant(
     settings: Settings, model: LoadedModel, prompts: list[list[int]], answers: list[list[int]]
 ) -> Variant:
-    """transformers' static cache with the step in a CUDA graph; refused with the reason where it cannot be captured."""
+    """Static cache of transformers with the step in a CUDA graph; refused with the reason where capture fails."""
     try:
         static = StaticDecoder(model, len(prompts[0]) + len(answers[0]))
         static.prefill(prompts)

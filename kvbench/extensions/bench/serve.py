@@ -139,7 +139,7 @@ class Settings(Methods):
         return [*variants, self._peer(bench, load, texts)] if self.peers and not self.times else variants
 
     def _peer(self, bench: Bench, load: Load, texts: list[list[int]]) -> Variant:
-        """transformers' own continuous batching; refused with the reason where it cannot be had."""
+        """Continuous batching of transformers; refused with the reason where it is unavailable."""
         try:
             if self.clock == "cpu":
                 raise ValueError("it works in a thread of its own, whose time clock=cpu does not count; set clock=wall")

@@ -34,7 +34,7 @@ TOKENIZER: Any = SimpleNamespace(eos_token_id=None, decode=lambda *_, **__: "")
 
 
 class Here:
-    """This machine, with a model on it.
+    """Local machine with a model on it.
 
     Attributes:
         engine: Makes the engine of a method.

@@ -85,7 +85,7 @@ def fitting(settings: Settings, sequence_bytes: int, name: str, notes: list[str]
 
 
 def peer_variants(settings: Settings, model: LoadedModel, text: list[list[int]], notes: list[str]) -> list[Variant]:
-    """transformers' own cache, in the model's dtype, with as many sequences as fit at their final length."""
+    """Cache of transformers, in the model's dtype, with as many sequences as fit at their final length."""
     decoder = PeerDecoder(model)
     decoder.prefill([tokens[: settings.context] for tokens in text])
     token_bytes = decoder.cache_bytes() / (len(text) * settings.context)

@@ -109,7 +109,7 @@ def bare_answer(latex: str) -> str:
 
 
 def to_integer(text: str) -> int | None:
-    r"""A whole number as it may stand in a box, also as `042`, `m+n = 113`, `70.0` or `336^\\circ`; None for others."""
+    r"""A whole number as it may stand in a box, also as `042`, `m+n = 113`, `70.0` or `336^\circ`; None for others."""
     if len(text) > MAX_ANSWER_CHARS:
         return None
     bare = _WRAPPERS.sub(" ", bare_answer(text)).strip()
@@ -126,7 +126,7 @@ def find_answer(text: str) -> str | None:
 
 
 def is_right(reference: str, answer: str) -> bool | None:
-    r"""Tell whether an answer is the right number, literally or by value (`\\frac{140}{2}`).
+    r"""Tell whether an answer is the right number, literally or by value (`\frac{140}{2}`).
 
     None where that cannot be judged in time.
 

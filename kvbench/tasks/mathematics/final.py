@@ -109,7 +109,7 @@ def _last_number(text: str) -> str | None:
 
 
 def _mathematics(text: str) -> Iterator[_Span]:
-    r"""Mathematics between dollars, `\\(` and `\\)`, `\\[` and `\\]`, or of an environment, in order.
+    r"""Mathematics between dollars, `\(` and `\)`, `\[` and `\]`, or of an environment, in order.
 
     An escaped dollar is none.
     """

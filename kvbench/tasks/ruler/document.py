@@ -31,7 +31,7 @@ class Document:
         return self.context + self.question + self.prefix
 
     def unbegun(self) -> "Document":
-        """This document with the beginning of its answer left to the model."""
+        """Copy in which the model also writes the beginning of the answer."""
         return replace(self, prefix="", gold=self.prefix + self.gold)
 
     def request(self, builder: PromptBuilder, sample_id: str, subset: str, meta: dict[str, Any]) -> Request:
