@@ -114,13 +114,13 @@ class Backend(DecodeOperations, PromptOperations, WindowOperations):
 
         Args:
             pages: The pool; it must not be moved while the step is open.
-            tiers: What each tier holds with the new token in it, with `ids` [S, L, H, m] and counts [S, L, H];
+            tiers: Contents of each tier with the new token, with `ids` [S, L, H, m] and counts [S, L, H];
                 `rotation` [S, m * T, D / 2] for all layers alike.
             num_q_heads: Query heads.
             seen: int64 [S] tokens before the incoming one.
             target: Where the new token is written; None behind a ring.
             ring: Residual buffers, or None.
-            scores: What happens to tracked scores; it does not give them.
+            scores: Update of the tracked scores; they are not returned.
             softmax: Caps and sinks of all layers.
 
         Returns:
@@ -156,7 +156,7 @@ class Backend(DecodeOperations, PromptOperations, WindowOperations):
             shape: (layers, heads).
             rows: int64 [S] rows of the step's sequences.
             held: Keys and values in pages, int64 [S, L, H] each, behind a ring; None = the tables' counts.
-            scores: What happens to tracked scores, or that each layer's are given.
+            scores: Update of the tracked scores, or return of each layer's.
             strip: Cosine and sine, fp32 [S, D / 2], of the angles that keys are rotated by before they are written;
                 None = they are written as they come.
             choice: Which pages are read, of one tier with bounds; None = all.
@@ -228,7 +228,7 @@ class Backend(DecodeOperations, PromptOperations, WindowOperations):
             fmt: The pages' format, with the fields that the search needs.
             ids: int64 [M, m] page ids in slot order, M lists.
             held: int64 [M] slots.
-            search: What is sought, with numbers per list.
+            search: Criteria, with numbers per list.
 
         Returns:
             value fp32, slot int64, position int64, each [M]; infinity, -1 and -1 where no slot is eligible.

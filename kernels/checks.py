@@ -2,7 +2,7 @@
 
 One function per operation of `Backend`, called by everything that does it. They look at what tensors say of themselves
 and never at their data, so that they cost a microsecond or two and no synchronisation; the ranges of indices are
-checked by whoever reads them (csrc/limits.h, and torch's own indexing). A refusal is a mistake of the caller's program
+checked where they are read (csrc/limits.h, and torch's own indexing). A refusal is a mistake of the caller's program
 and no user's error: an AssertionError with a sentence, and nothing has been written.
 """
 

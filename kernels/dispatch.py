@@ -75,7 +75,7 @@ def get_backend(name: str = "auto", device: torch.device | str = "cpu", decode: 
         name: A key of `BACKENDS`, or `auto`, the fastest one present: `triton` on a GPU with that package, `cpu` on a
             CPU with a compiler, else `torch`, with a warning that says why.
         device: Where the cache lies.
-        decode: What makes the attention of decode steps on a GPU: one of `DECODES`, or `HOST`.
+        decode: Kernels for the attention of decode steps on a GPU: one of `DECODES`, or `HOST`.
 
     Raises:
         ValueError: No such backend, it has no such choice, or it cannot run here; with the reason and a remedy.

@@ -6,9 +6,9 @@ in order (T slots of D channels):
 - K codes [D * k_bits / 8, T]: transposed, planar: byte w of a slot holds channels w, w + W, w + 2W, ... (W bytes); of 3
   bits the lower two come first, and behind them the third; of 5 bits the lower four, and the fifth; of keys with fewer
   channels than values, the first ones
-- V codes [T, D * v_bits / 8]: slot after slot, planar likewise
+- V codes [T, D * v_bits / 8]: slot after slot, planar too
 - K scale, K zero: fp16 [groups, T] on axis token, [T / group, D] on axis channel; a scale is a byte where `codes` says
-- V scale, V zero: fp16 [groups, T], likewise
+- V scale, V zero: fp16 [groups, T], with the same exception
 - K apart, V apart: fp16 [n, T], what n elements of each vector have beyond what their codes stand for; K where, V
   where: bytes [n, T], which elements these are
 - score: fp32 [T], when tracked
@@ -44,19 +44,19 @@ class SlotFormat:
     Args:
         head_dim: Channels D of a key and of a value.
         k_bits: 1, 2, 3, 4, 5, 8 (codes) or 16, 32 (elements of `dtype`).
-        v_bits: Likewise.
+        v_bits: As `k_bits`, for values.
         k_channel_group: Tokens that share a per-channel key scale; 0 = scales per token.
         k_groups: Scales per key vector when per token.
         v_groups: Scales per value vector.
         symmetric: Where no code is named: no zero points are stored.
         fp8: Where no code is named: 8-bit sides are e4m3 floats without metadata.
         k_code: How keys are coded, a name of `codes`; empty = `min_max`, unless `symmetric` or `fp8` says otherwise.
-        v_code: How values are coded, likewise.
+        v_code: Code of values; see `k_code`.
         k_table: Of `book` keys: the level of each code; empty = equally far apart.
-        v_table: Likewise for values.
+        v_table: As `k_table`, for values.
         k_apart: Of keys of a calibrated table in one group: elements of each vector whose rest is kept apart, in 16
             bits.
-        v_apart: Likewise of values.
+        v_apart: As `k_apart`, for values.
         dtype: Element type of 16- and 32-bit sides.
         track: Tracked fields, a subset of ("score", "pos").
         k_channels: Channels that are stored of a key, the first ones; the others read as 0. Of elements only; 0 = all.

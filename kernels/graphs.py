@@ -18,7 +18,7 @@ def capturing(graph: torch.cuda.CUDAGraph, **how: Any) -> Iterator[None]:
     be captured when its graphs were collected meanwhile.
 
     Args:
-        graph: What the launches go into.
+        graph: Graph that records the launches.
         how: Further arguments of `torch.cuda.graph`.
     """
     gc.collect()

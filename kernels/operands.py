@@ -22,7 +22,7 @@ class Softmax:
     """A model's softmax: cap of its logits, and attention sinks.
 
     Args:
-        cap: A logit x becomes cap * tanh(x / cap); 0 = it stays as it is.
+        cap: A logit x becomes cap * tanh(x / cap); 0 = no cap.
         sinks: fp32 [Hq] a logit of each query head that belongs to no key, and takes its share of every query's
             probability; [L, Hq] of several layers; minus infinity where a head has none. None = no head has one.
     """
@@ -183,10 +183,10 @@ class TierPages:
         ids: int64 [S, H, m] page ids in slot order; entries past a list's end are ignored.
         num_k: int64 [S, H] keys held; slot i < num_k is read.
         num_v: int64 [S, H] values held (differs from `num_k` only behind a residual buffer).
-        rotation: What the stored keys are rotated by: fp32 angles [S, m * T, D / 2], or positions in order; or None.
+        rotation: Rotation of the stored keys: fp32 angles [S, m * T, D / 2], or positions in order; or None.
         channels: Scales of keys that belong to a channel for good, or None where a page has its own.
-        offset: fp32 [H, D] what keys were stored less, which is added before they are rotated; or None. The reference
-            alone knows it.
+        offset: fp32 [H, D] what keys were stored less, which is added before they are rotated; or None. Only the
+            reference supports it.
     """
 
     fmt: PageFormat
@@ -253,7 +253,7 @@ class StepRing:
         rows: int64 [S] rows of the step's sequences.
         num_tokens: int64 [S, L, H] tokens of each list, the incoming one included.
         before: int64 [S, L, H] twice: keys and values in pages so far.
-        after: Likewise once this step is over.
+        after: The same counts after this step.
         flush_first: Quantise before attention, so that it reads the codes.
         most_leaving: Most keys and values of a list that leave in a step; None = as many as the buffers hold.
         frequencies: fp32 [D_rot / 2] rotary frequencies of the position that keys lose on their way to a page, a

@@ -9,20 +9,20 @@ from torch import Tensor
 
 from kvbench.kernels.memory import empty, is_out_of_memory
 
-GROWTH_FACTOR = 8  # times the pages that a growing pool needs, for which it asks the operating system at once
+GROWTH_FACTOR = 8  # times the pages that a growing pool needs, which it reserves from the operating system at once
 
 
 class PoolExhausted(MemoryError):
-    """More pages were asked for than the pool has free; nothing was changed."""
+    """More pages were requested than are free in the pool; nothing was changed."""
 
 
 class PagePool:
     """Fixed-size pages, handed out and taken back for many lists at once.
 
     The free list is a circular array of page ids between two counters that only rise, taken modulo its length. The
-    number of free pages is kept explicitly, because equal counters cannot tell full from empty. `others` counts the
-    holders of every page beyond the first, int32 [num_pages]; it is None, and costs nothing, while no page is shared.
-    `taken` counts pages that calls which were not waited for have taken at most; on a device alone.
+    number of free pages is kept explicitly, because equal counters are ambiguous between full and empty. `others`
+    counts the holders of every page beyond the first, int32 [num_pages]; it is None, and costs nothing, while no page
+    is shared. `taken` counts pages that calls which were not waited for have taken at most; on a device alone.
 
     Args:
         page_bytes: Bytes per page.
@@ -139,7 +139,7 @@ class PagePool:
         after[pages] = left.clamp(min=0).to(torch.int32)
         return pages[left < 0], after if bool(after.any()) else None
 
-    # What the host knows of pages that are kept on a device (`kernels.gpu.table`).
+    # Host-side counts of pages that are kept on a device (`kernels.gpu.table`).
 
     @property
     def surely_free(self) -> int:

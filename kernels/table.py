@@ -85,8 +85,7 @@ class PageTable:
             lists: int64 [M], distinct.
             tier: Tier index.
             count: int64 [M], >= 0.
-            at_most: Pages that the call takes at most, where the caller knows; tables on a device need not be waited
-                for then.
+            at_most: Pages that the call takes at most, if known; tables on a device then need no synchronisation.
 
         Returns:
             First new slot of each list, int64 [M].
@@ -310,7 +309,8 @@ class PageTable:
             page[which] = torch.where(target < 0, -1, page_ids)
         return page, inside, None
 
-    # What tables on a device do in a launch or two (`kernels.gpu.table`); those in main memory go their own ways.
+    # Operations that tables on a device do in a launch or two (`kernels.gpu.table`); tables in main memory do them in
+    # Python.
 
     def tier(self, tier: int, fmt: PageFormat, width: int, rotation: KeyRotation | None) -> TierTable:
         """A tier of all lists as a step reads it, `width` pages per list at most."""

@@ -1,8 +1,8 @@
 """kvbench as a model of lm-eval: `lm_eval.simple_evaluate(model="kvbench", ...)` after `import kvbench.lm`.
 
-lm-eval 0.4.13 finds models in its own table or by import, not by entry points, so its command line does not know this
-one by itself; `kvbench lm_eval ...` is that command line with this module imported. For versions that read
-entry points, this package has one in the group `lm_eval.models`. Index only the tasks you
+lm-eval 0.4.13 finds models in its own table or by import, not by entry points, so its command line does not list this
+one; `kvbench lm_eval ...` is that command line with this module imported. For versions that read entry points, this
+package has one in the group `lm_eval.models`. Index only the tasks you
 need: `TaskManager(include_defaults=False, include_path="kvbench/tasks")`.
 """
 
@@ -283,7 +283,7 @@ class KvbenchLM(LM):
         outcomes: dict[str, Outcome] = {}
 
         def keep(outcome: Outcome) -> None:
-            # lm-eval repeats a request itself when it wants several answers.
+            # lm-eval repeats a request itself for several answers.
             if outcome.repeat == 0:
                 outcomes[outcome.sample_id] = outcome
 
@@ -309,7 +309,7 @@ def full_names(method: str, settings: Mapping[str, object]) -> dict[str, object]
 
 
 def check_rolling(policy: "Policy", prompt_tokens: int) -> None:
-    """Refuse a method that compresses prompts only, asked to score texts that have none to compress."""
+    """Refuse to score texts without a prompt under a method that compresses prompts only."""
     if policy.prompt_only and prompt_tokens == 1 and not isinstance(policy, Full):
         raise ValueError(
             f"{type(policy).__name__} compresses prompts only, and a text that is scored whole (loglikelihood_rolling) "

@@ -47,7 +47,7 @@ class DiffKV(kv.Policy):
         prompt it is of their sums, in a step of that step's attention, as released. A prompt's pages are reserved for
         what stays, where the paper reserves for all and gives back. There is no budget, so no share of what was seen.
         `diffkv_artifact` from the released code: the score bug is off by
-        default, and slots keep their true position beside the count that the code packs into it.
+        default, and slots keep their true position, not only the count that the code packs into it.
     """
 
     alpha_h: Annotated[float, kv.Number(0, 1e9)] = 1.0

@@ -23,11 +23,11 @@ class H2O(Stepwise):
 
     Source: FMInference/H2O utils_real_drop (H2OKVCache_LayerWise). `one_shot` with
         window 8: KVCache-Factory H2OKVCluster.
-    Differs: by default one kept set per KV head with the group's sum; the two budgets are one budget and a share. What
-        goes leaves before the next step's attention, not behind the last one's: attention sees the same tokens, and
-        one more is held in between. The original's masks, which free nothing and let a token come back, are not here.
-        Its budgets are of the prompt and stand still: a share of all tokens seen (`50%seen`), with which budget and
-        window grow, and `threshold` are kvbench's.
+    Differs: by default one kept set per KV head with the group's sum; the two budgets are one budget and a share.
+        Evicted tokens leave before the next step's attention, not after the last one's: attention sees the same tokens,
+        and one more is held in between. The original's masks, which free nothing and let a token come back, are not
+        here. Its budgets are of the prompt and stand still: a share of all tokens seen (`50%seen`), with which budget
+        and window grow, and `threshold` are kvbench's.
     """
 
     budget: BudgetText | None = 0.2

@@ -31,7 +31,7 @@ class GumbelAttention(Statistic):
 
     def of_step(self, probability: Tensor, num_keys: Tensor, step: Tensor) -> Tensor:
         slot = torch.arange(probability.shape[-1], device=probability.device)
-        noisy = probability.log() + self.noise * gumbel(self.seed + 1, step, slot)  # a logit, but for a constant
+        noisy = probability.log() + self.noise * gumbel(self.seed + 1, step, slot)  # a logit, up to a constant
         tau = self.tau_init + (step + 1) * self.tau_delta
         return (noisy / tau).softmax(-1)
 
@@ -44,7 +44,7 @@ class Keyformer(Stepwise):
 
     Args:
         tau_init: Temperature in the prompt; > 0.
-        tau_delta: What each decode step adds to it; >= 0.
+        tau_delta: Increment of tau per decode step; >= 0.
         noise: Factor on the Gumbel noise; >= 0. 0 = none.
         seed: Of the noise.
 

@@ -124,7 +124,7 @@ class KVPress(Ranked):
 
     Args:
         press: Class of kvpress that is a ScorerPress, such as KeyDiffPress.
-        settings: Its settings beside the compression ratio, each as name=value, such as [window_size=32].
+        settings: Its settings except the compression ratio, each as name=value, such as [window_size=32].
 
     Source: NVIDIA/kvpress scorer_press.py; the scorer is the installed package's own.
     Differs: `floor(ratio x tokens)` tokens stay as here for all methods; equal scores keep the earlier token; what goes

@@ -16,8 +16,8 @@ class KVQuant(kv.Policy):
 
     The tables are per layer; the first tokens of a prompt stay in 16 bits.
 
-    A key's scale and zero belong to its channel for good and lie beside the pages, so that every token is coded as it
-    comes; a value vector has its own. Keys are rotated when they are read.
+    A key's scale and zero belong to its channel for good and are stored outside the pages, so that every token is coded
+    as it comes; a value vector has its own. Keys are rotated when they are read.
 
     Args:
         bits: 2, 3 or 4 for keys and values.

@@ -33,9 +33,9 @@ class PyramidInfer(kv.Policy):
     Recent queries decide; all heads of a layer keep the same tokens. The first layer uses its own attention.
 
     Args:
-        budget: What stays of the prompt, the mean over layers: ratio, tokens per head, or bytes.
-        decay: What a layer keeps of the layer below where the pyramid is steepest, at the top, in (0, 1]; between, the
-            share falls from 1 along half a cosine. 1 = all layers keep as much.
+        budget: Tokens kept of the prompt, the mean over layers: ratio, tokens per head, or bytes.
+        decay: Share that a layer keeps of the layer below where the pyramid is steepest, at the top, in (0, 1];
+            between, the share falls from 1 along half a cosine. 1 = all layers keep as much.
         recent_share: Share of the prompt whose queries count, its end, in [0, 1].
         distance_weight: Weight of the newest query, where the oldest that counts has 1; > 0.
         sinks: First tokens that always stay.

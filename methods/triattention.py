@@ -51,7 +51,7 @@ class TriAttention(kv.Scored):
     Scored by a model's table, without looking at any query.
 
     Args:
-        budget: What stays of the answer: ratio, tokens per head, or bytes, which count the prompt too.
+        budget: Tokens kept of the answer: ratio, tokens per head, or bytes, which count the prompt too.
         centres: The model's table: the path of a file that `kvbench calibrate what=centres` wrote, or a list of lists.
             null = none, then the model is refused.
         reach: Longest distance ahead that counts; distances are 1, 2, 4, .. up to it. >= 1.

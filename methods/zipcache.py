@@ -56,9 +56,9 @@ class ZipCache(kv.Policy):
     Source: ThisisBillhe/ZipCache zipcache/models/modeling_llama.py and zipcache_generation_demo.py (He et al. 2024,
         arXiv 2405.14256): 4 and 2 bits, 60 % salient, a window of 100.
     Differs: codes are per token with one scale for the vector; the paper's keys are per channel, and its values per
-        token once channels are normalised, which the page formats lack (`store.rotation=hadamard` likewise spreads
-        outliers). Tokens leave the window one by one, up to `window` steps after the original, which re-compresses all
-        at once, the prompt's codes too. Random probes are drawn once for a length.
+        token once channels are normalised, which the page formats lack (`store.rotation=hadamard` spreads outliers
+        too). Tokens leave the window one by one, up to `window` steps after the original, which re-compresses all at
+        once, the prompt's codes too. Random probes are drawn once for a length.
     """
 
     salient: Annotated[float, kv.Number(0, 1)] = 0.6

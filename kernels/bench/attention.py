@@ -41,7 +41,7 @@ FITS = 0.9  # of the free memory may be taken
 
 @dataclass(kw_only=True)
 class Settings(Common):
-    """Decode attention over pages of every format beside dense attention."""
+    """Decode attention over pages of every format, compared with dense attention."""
 
     what = "attention"
     quick = {
@@ -185,7 +185,7 @@ class Settings(Common):
             for peer in filter(lambda each: each.is_there, peers.PEERS):
                 size = numbers * peer.kind.itemsize
                 count = caches.num_buffers(size, self.working_set(device), self.max_buffers)
-                held += size + peer.need_bytes(numbers, count)  # beside its buffers, what they are copies of
+                held += size + peer.need_bytes(numbers, count)  # its buffers and their originals
         on_its_way = max([0, *(size for size, count in paged if count > 1)])
         exact = 8 * (numbers // batch + 3 * queries * length)
         return int(held + max(on_its_way, exact) + machine.PROBE_BYTES + machine.PROBE_STEP_BYTES)

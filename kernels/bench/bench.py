@@ -42,7 +42,7 @@ def setting(default: Any, meaning: str, least: int | None = None, among: Any = N
 
 @dataclass(kw_only=True)
 class Common:
-    """The settings of every bench, and what a bench is asked."""
+    """Settings of every bench."""
 
     what: ClassVar[str]
     quick: ClassVar[dict[str, Any]]

@@ -267,7 +267,7 @@ def paged_error(
     The exact attention is over the reference's dequantisation of the pages.
 
     Args:
-        call: What is compared; None = the backend's `paged_decode`.
+        call: The compared operation; None = the backend's `paged_decode`.
     """
     tiers, ring = caches.buffers[buffer], caches.rings[buffer]
     if call is None:

@@ -48,7 +48,7 @@ class Peer:
 
     Args:
         name: Of its row.
-        module: What is imported.
+        module: Name of the module to import.
         install: How the package comes to be there.
         kind: Type of its keys and values.
         build: Prepares a call on a buffer, of queries [S, Hq, D] and a factor on the logits.

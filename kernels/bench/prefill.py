@@ -30,7 +30,7 @@ Output = Tensor | tuple[Tensor, Tensor]  # attention's output, alone or with the
 
 @dataclass(kw_only=True)
 class Settings(Common):
-    """The score pass over a prompt beside its attention."""
+    """Score pass over a prompt, compared with its attention."""
 
     what = "prefill"
     quick = {"lengths": [1024], "windows": [64], "rounds": 3, "threads": [1]}

@@ -102,7 +102,7 @@ def failed_variant(name: str, problem: Exception) -> Variant:
 
 
 def choose_timer(clock: str, device: str) -> Timer:
-    """The timer of a clock on a device; raises ValueError where a GPU's time is asked of the calling thread."""
+    """The timer of a clock on a device; raises ValueError for a GPU's time on a clock of the calling thread."""
     if device != "cpu":
         if clock == "cpu":
             raise ValueError(f"clock=cpu counts one thread, but the work is done by {device}; set clock=wall")
@@ -199,19 +199,19 @@ def measure_cell(
     """Checks, times and summarises the variants of one cell.
 
     Args:
-        cell: What the cell is (shape, length, ...), for the record.
+        cell: Description of the cell (shape, length, ...), for the record.
         baselines: Names of the variants that the others are divided by.
         probe: Measures the bandwidth within the same rounds; its `bytes_per_call` per second is the 100 %.
         capture: Makes each variant's sweep one replay (`cuda_graph`), so that kernels are timed and not their launches;
-            None times the calls. What cannot be captured is timed as it is: `graph` of its row is false, and `no_graph`
-            says why.
+            None times the calls. A variant that cannot be captured is timed eagerly: `graph` of its row is false, and
+            `no_graph` has the reason.
         twice: Time the first baseline twice in each round.
         how: Rounds, seed, timer, warmup and on_round, as `time_rounds` takes them.
 
     Returns:
         JSON types: `cell`, `variants` (seconds per round, median, quartiles, ratios per baseline, bytes per second,
         share of the probe's), `probe`, `refused`, `reuse_distance_bytes` (bytes that pass between uses of a
-        buffer), and `twice`: the first baseline beside itself, timed a second time in each round. Its `name`, its ratio
+        buffer), and `twice`: the first baseline, timed a second time in each round. Its `name`, its ratio
         (median and quartiles), and `noise`, how far the quartiles are from 1: a ratio of two variants that is no
         farther from 1 says nothing. `twice` is None where nothing was timed twice.
     """

@@ -67,7 +67,7 @@ class Cpu(Backend):
 
     def __init__(self) -> None:
         super().__init__()
-        load()  # a machine without a compiler learns it here, not at the first step
+        load()  # fails here without a compiler, not at the first step
         self.isa = chosen_isa()
 
     def write_keys(self, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Tensor) -> None:
@@ -280,8 +280,8 @@ class CompiledStep(FusedStep):
     """A prepared decode step.
 
     Args:
-        struct: What the C++ side is told of the step.
-        keep: What the struct points at.
+        struct: Description of the step for the C++ side.
+        keep: Objects that the struct points at.
     """
 
     def __init__(self, struct: StepStruct, keep: Kept) -> None:

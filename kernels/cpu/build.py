@@ -92,11 +92,11 @@ def build_library(
     name, unless CXX chooses one: so a machine without a compiler can use what another has built.
 
     Args:
-        name: What the file is called, before its hash.
+        name: Stem of the file name, before its hash.
         sources: File names in `source_dir`; those that end in .cpp are compiled, side by side, the others are what they
             include.
         source_dir: Where they are.
-        flags: Compiler flags beside `FLAGS`.
+        flags: Compiler flags in addition to `FLAGS`.
         rebuild: True compiles although an equal build is cached.
 
     Returns:

@@ -16,7 +16,7 @@ Matrix = tuple[Tensor, Tensor | None]  # and its bias
 # Work that takes as long as to wake a thread, which sleeps between calls: bytes that are read, and a quarter of them
 # for each row that they are multiplied by.
 WORK_PER_THREAD = 2_500_000
-# Elements of a norm likewise.
+# The same for a norm: elements.
 NORM_PER_THREAD = 65_536
 
 
@@ -48,7 +48,7 @@ class RowProducts:
         Args:
             x: [..., in], any number of rows.
             weight: [out, in], contiguous, of the same dtype, which is one of `DTYPES`; on the CPU as all of them.
-            bias: [out] likewise, or None.
+            bias: [out], of the same dtype, or None.
 
         Returns:
             [..., out] in the same dtype.
@@ -89,8 +89,8 @@ class RowProducts:
         Args:
             x: [..., in], any number of rows.
             gate: weight [mid, in] and bias, each as above.
-            up: Likewise.
-            down: weight [out, mid] and bias likewise.
+            up: As `gate`.
+            down: weight [out, mid] and bias, as `gate`.
 
         Returns:
             [..., out] in the same dtype.
@@ -121,7 +121,7 @@ class RowProducts:
         Args:
             x: [..., width], any number of rows.
             weight: [width], contiguous, of the same dtype; on the CPU as x.
-            eps: What keeps a row of zeros one.
+            eps: Added to the mean square, so that a row of zeros stays zeros.
 
         Returns:
             [..., width] in the same dtype.

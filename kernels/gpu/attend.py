@@ -1,4 +1,4 @@
-"""GPU backend: the kernels of decode attention over pages; `decode` beside this file launches them.
+"""GPU backend: the kernels of decode attention over pages; `decode.py` launches them.
 
 A list (one sequence, one KV head) is cut into parts of whole pages; `_attend` reduces each part to its maximum, its sum
 of exponentials and its unnormalised output, for up to two tiers in one launch. `_finish` merges the parts exactly.
@@ -6,7 +6,7 @@ Scores need the final maximum and sum, so the exponentials are kept, each with t
 `_finish` turns them into probabilities, too. Exponentials are of base 2: logits carry a factor log2(e).
 
 Where a list lies: in arrays that describe a step, sequence after sequence, with `per_row` lists each, of which `offset`
-are of the layers before; in page tables (TABLED) likewise, by the row of the sequence.
+are of the layers before; in page tables (TABLED) they are found by the sequence's row.
 """
 
 import triton
@@ -28,7 +28,7 @@ from kvbench.kernels.gpu.tiles import (
     zero_planes,
 )
 
-# What differs from step to step and from layer to layer, on which what is compiled must not depend.
+# Arguments that vary by step or layer; compilation must not depend on them.
 _COUNTS = ["offset", "num_parts", "per_row"]
 _COUNTS += [f"{side}_{name}" for side in "ab" for name in ("parts", "columns", "entries")]
 # Slots whose scores a program makes in a turn, which waits for what it reads: on an H100 and an H200 scores took about

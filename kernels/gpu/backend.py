@@ -1,8 +1,8 @@
 """The GPU backend: Triton kernels for NVIDIA and AMD, written once.
 
-For what has no kernel beside this file plain torch stands in, much slower, and `fallbacks` names it: codes whose levels
-are a table, sums that are no sums, and reading back all that a list with a residual buffer holds. Which slot lies where
-is kept on the device, too (`table`).
+Operations without a kernel in this folder run in plain torch, much slower, and `fallbacks` names them: codes whose
+levels are a table, sums that are no sums, and reading back all that a list with a residual buffer holds. Which slot
+lies where is kept on the device, too (`table`).
 
 Capture-safe, once warmed up, are all operations but `gather_dense` behind a residual buffer, which reads how long the
 lists are; of `DeviceTable` those that do not look at the pool.
@@ -71,7 +71,7 @@ class Gpu(Backend):
     is_reference = False
     takes_lse = True
     keeps_tables = True
-    # No table that a calibration found: the reference does what pages with one are asked for.
+    # No calibrated tables: the reference runs operations on pages that have one.
     codes = frozenset(code for code in every_code() if not code.is_book)
 
     def __init__(self, decode: Decode | Build = "triton") -> None:
@@ -315,7 +315,7 @@ class Gpu(Backend):
         )  # fmt: skip
 
     def gather_dense(self, pages: Tensor, tiers: list[TierPages], ring: Ring | None) -> tuple[Tensor, Tensor, Tensor]:
-        if ring is not None or not self._covers(*(tier.fmt for tier in tiers)):  # a ring's width is asked of the device
+        if ring is not None or not self._covers(*(tier.fmt for tier in tiers)):  # reads a ring's width
             return super().gather_dense(pages, tiers, ring)
         checks.dense(pages, tiers, None)
         return dense_of(pages, tiers, None, self._read_pages)

@@ -1,4 +1,4 @@
-"""GPU backend: the bounds of pages: made as keys are written, and asked by a decode step that chooses what it reads.
+"""GPU backend: the bounds of pages: updated as keys are written, and read by a decode step that selects pages.
 
 Each of the three is one launch, whatever the number of lists.
 """

@@ -1,6 +1,6 @@
 """GPU backend: codes to numbers and back, as functions that kernels call on the device.
 
-`kernels/codes.py` says what codes mean. A kernel knows one by three constants: BITS, 0 for floats of 8 bits, CODE, a
+`kernels/codes.py` says what codes mean. A kernel's constants for a code are BITS, 0 for floats of 8 bits, CODE, a
 number of `CODES`, and FIT, one of `FITS`. Eight codes of 3 bits lie in three bytes, W apart: the lower bits of even
 planes, those of odd planes, and the third bits of all. Of 5 bits they lie in five: the lower bits of planes p and p + 4
 for p from 0 to 3, and the fifth bits of all.

@@ -175,8 +175,8 @@ def parse_sass(sass: str) -> tuple[list[str], dict[str, int]]:
     return lines, labels
 
 
-# What a thread may keep in memory: the reduction of a large angle before its cosine takes a table of 28 bytes there;
-# one warp that attends over two tiers of codes keeps 64 (80 on sm_120), and on sm_80 quest's choice of pages 72.
+# Bytes that a thread may keep in memory: the reduction of a large angle before its cosine takes a table of 28 bytes
+# there; one warp that attends over two tiers of codes keeps 64 (80 on sm_120), and on sm_80 quest's choice of pages 72.
 SPILLS_AT_MOST = {target: 0 if target.startswith("gfx") else 64 for target in TARGETS} | {"sm_80": 72, "sm_120": 80}
 
 # The device checks of these, at the head dim of Llama 3 8B, and what has no check of its own.
@@ -275,7 +275,7 @@ CASES: dict[str, Callable[[Plan], Iterable[object] | None]] = {
 
 
 def _run(case: str, plan: Plan) -> None:
-    """Calls a case; a check is a generator, which runs as far as it is asked."""
+    """Calls a case; a check is a generator, of which only the requested part runs."""
     for _ in CASES[case](plan) or ():
         pass
 

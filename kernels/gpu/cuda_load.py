@@ -62,7 +62,7 @@ class CudaKernels:
     """The kernels of one form on one card, launched on torch's current stream there.
 
     Args:
-        form: What they are built for.
+        form: The form that they are built for.
         device: The card.
         library: With the functions of libcuda; None = the driver's.
         built: The cubin; None = compiled for the card, or from the cache.

@@ -138,7 +138,7 @@ def programs_by_size(registers: int, shared_bytes: int, warps: int, has_bytes: i
 def programs_per_processor(kernel: Any, arguments: Sequence[Any], constants: dict[str, Any]) -> int:
     """Programs of a kernel that fit on a multiprocessor of NVIDIA's, by its compiled registers and shared memory.
 
-    Source: Triton's tutorial 2 (fused softmax), which asks a compiled kernel for both.
+    Source: Triton's tutorial 2 (fused softmax), which reads both from a compiled kernel.
     """
     kinds = tuple(x.dtype if isinstance(x, Tensor) else type(x) for x in arguments)
     key = (arguments[0].device, kernel.__name__, tuple(constants.items()), kinds)

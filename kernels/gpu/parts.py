@@ -55,7 +55,7 @@ class Kernel(Protocol):
 
 Receiver = Callable[[Kernel, tuple[int, ...], tuple[object, ...], dict[str, object]], None]
 
-# What takes launches in place of a GPU: `compile` and the test of host synchronisation set it.
+# Receiver of launches in place of a GPU: `compile` and the test of host synchronisation set it.
 _recorder: list[Receiver] = []
 _compiled_for: list[int] = []  # what `ptx_level` says in place of the machine
 
@@ -150,10 +150,10 @@ class SideLayout:
         OFF: Byte offset of the codes; SCALE and ZERO: those of the metadata.
         GROUPS: Scales per vector.
         CHANNEL: Tokens that share a channel's scale; 0 = scales per token.
-        CODE: What codes stand for, a number of `CODES`.
+        CODE: Kind of code, an index of `CODES`.
         FIT: How they are made, a number of `FITS`, or 0.
         ELEM: Element type.
-        PTX: What NVIDIA's own instructions can be used for, as `ptx_level`.
+        PTX: Uses of NVIDIA's instructions, as `ptx_level`.
     """
 
     BITS: int

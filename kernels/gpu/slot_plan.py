@@ -1,7 +1,7 @@
 """GPU backend: a step's plan held to its lists, and the places of what comes in and what moves down.
 
 Two launches around the one in which pages are taken: nothing has a size that depends on content, and nothing is read
-back. Who takes no part in a move has page -1, which every kernel passes over.
+back. An entry without a move has page -1, which every kernel skips.
 """
 
 from dataclasses import dataclass

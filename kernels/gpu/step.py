@@ -1,8 +1,8 @@
 """GPU backend: a decode step in which a layer is three launches, with everything else prepared once per step.
 
 Kernels find pages and counts through the tables of all layers: no torch kernel runs between two launches, and the host
-asks for nothing. A layer writes its token, attends, and merges what its parts found; where there are residual buffers,
-what leaves them after attention is quantised for all layers at once, behind the last one.
+reads nothing back. A layer writes its token, attends, and merges what its parts found; where there are residual
+buffers, what leaves them after attention is quantised for all layers at once, behind the last one.
 """
 
 from dataclasses import replace

@@ -3,8 +3,8 @@
 The meaning is theirs, page by page: the same ids in the same order, in a fixed number of pages, because growing would
 need the host. The free list and the tables of all layers, heads and requests change in one launch where they are few,
 and in three whatever their number (`exchange`). Nothing is read back: a request that cannot be met changes nothing and
-leaves a code in `DevicePool.status`. The host knows without asking how many pages are free at least, so that a call
-which cannot fail is not waited for.
+leaves a code in `DevicePool.status`. The host keeps a lower bound on the free pages, so that a call which cannot fail
+needs no synchronisation.
 """
 
 from collections.abc import Callable
@@ -77,7 +77,7 @@ class DevicePool(PagePool):
         """Raises what the device noted since the last check; waits for it.
 
         Raises:
-            PoolExhausted: A call asked for more pages than were free; it changed nothing.
+            PoolExhausted: A call requested more pages than were free; it changed nothing.
             ValueError: A list needs more table entries than a row has; the call changed nothing.
         """
         code = int(self.status)

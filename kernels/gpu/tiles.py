@@ -225,7 +225,7 @@ def rotated_logits(
     """R(angle) k . q for the live slots of a page, fp32 [BT, GP]; channel i turns with channel i + HALF.
 
     Keys are dequantised before the product, since a rotation mixes channels whose scales differ. All in fp32: rotated
-    values are no codes, and what a 16-bit operand would cut off is what tells positions apart.
+    values are no codes, and a 16-bit operand would round away the difference of neighbouring positions.
     """
     g, h = tl.arange(0, GP), tl.arange(0, HP)
     rotated, mask = h < HALF, (h < HALF)[:, None] & (g < G)[None, :]

@@ -33,7 +33,7 @@ R = TypeVar("R")
 def in_plain_torch(operation: Callable[Concatenate[Of, P], R]) -> Callable[Concatenate[Of, P], R]:
     """Marks an operation for which faster backends have kernels: done in their place, it notes itself in `fallbacks`.
 
-    Operations without the mark are what every backend wants: views, indexing of the tracked fields, torch's own
+    Operations without the mark suit every backend: views, indexing of the tracked fields, torch's own
     attention of a prompt, and the reduction of scores.
     """
 

@@ -25,7 +25,7 @@ class PromptOperations(Operations):
 
         Args:
             q: [Hq, N, D], the model's dtype.
-            k, v: [H, N, D], likewise.
+            k, v: [H, N, D], post-RoPE.
             softmax: Caps and sinks of the layer.
 
         Returns:
@@ -34,7 +34,7 @@ class PromptOperations(Operations):
         checks.prompt(q, k, v, softmax)
         if not softmax.is_plain:
             return self._prefill_with_sinks(q, k, v, scale, softmax)[0]
-        if q.device.type != "cpu" and not has_flash(q):  # torch's other fused kernel knows no groups of query heads
+        if q.device.type != "cpu" and not has_flash(q):  # torch's other fused kernel supports no groups of query heads
             k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
         grouped = len(k) != len(q)
         return F.scaled_dot_product_attention(

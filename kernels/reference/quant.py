@@ -69,7 +69,8 @@ def dequantize(codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int, *, 
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Packs codes along the last axis, planar: byte w holds elements w, w + W, w + 2W, ... from the low bits up.
 
-    Codes of 3 bits are packed as their two lower bits, and behind those the third; codes of 5 bits likewise, 4 and 1.
+    Codes of 3 bits are packed as their two lower bits, and behind those the third; codes of 5 bits as their 4 lower
+    bits and the fifth.
 
     Args:
         codes: uint8 [..., n], values < 2^bits, n a multiple of 8 / bits (of 8 for 3 and 5 bits).

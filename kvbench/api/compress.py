@@ -303,12 +303,12 @@ def compress(
         **settings: Of the method, for example `bits=2`.
 
     Returns:
-        What `with` takes; in its block, the cache, whose `bytes()` say what it holds.
+        A context manager; in its block, the cache, with its memory as `bytes()`.
 
     Raises:
         ValueError: In the block or as it begins: a setting is unknown or out of range, the model cannot be held in the
-            store (`UnsupportedModel`), it is compressed already, or `generate` is asked for what a compressed cache
-            cannot do.
+            store (`UnsupportedModel`), it is compressed already, or `generate` gets arguments that a compressed cache
+            cannot support.
     """
     if room_tokens is not None and (not isinstance(room_tokens, int) or room_tokens < 1):
         raise ValueError(f"room_tokens={room_tokens!r} must be a whole number of at least 1, or None")

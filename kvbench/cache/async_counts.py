@@ -1,4 +1,4 @@
-"""Counts of a device that the host learns later, so that a decode step never waits for the device."""
+"""Counts that a device sends to the host asynchronously, so that a decode step never synchronises."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ def one_row(row: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Padding:
-    """Device tensors that tell live rows from padding rows.
+    """Device tensors that mark live rows and padding rows.
 
     Args:
         live: int64 [S], 1 for a row and 0 behind the last one.

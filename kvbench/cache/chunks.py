@@ -1,9 +1,9 @@
 """Prompts that are read in chunks: after each one the policy plans again, so that the whole prompt never lies there.
 
 A chunk attends to what is held of the chunks before it, as pages give it back, and to itself. Then the policy sees all
-positions so far, with scores of those that are held and of the chunk, and says which stay and where. What is gone stays
-gone, and a token that a plan has sent to a later tier does not come back to an earlier one. Slots keep their bytes:
-only a token that changes its tier is encoded again.
+positions so far, with scores of those that are held and of the chunk, and says which stay and where. A dropped token
+stays dropped, and a token that a plan has sent to a later tier does not come back to an earlier one. Slots keep their
+bytes: only a token that changes its tier is encoded again.
 
 Legend as in `store`: H heads of the cache, Hq query heads, n tokens of a chunk, N tokens read so far with it.
 """
@@ -41,7 +41,7 @@ class _Reading:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held beside the pages."""
+        """Bytes held outside the pages."""
         held = [*self.sums, *(pos for tiers in self.pos for pos in tiers)]
         return sum(x.nbytes for x in held) + sum(k.nbytes + v.nbytes for k, v, _ in self.staged)
 

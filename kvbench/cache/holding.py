@@ -1,4 +1,4 @@
-"""Tokens of all lists in one place: in pages, with whatever a method keeps beside them."""
+"""Tokens of all lists on one device: in pages, and in whatever a method keeps outside of them."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -123,7 +123,7 @@ class Holding:
         self.plans = CheckedPlans(policy, pages)
         self.due = EvictionDue(policy, self.plans, pages.counts, pages.on_device)
         self.channels = Channels(pages.shape[0], shape) if policy.score.orders_channels else None
-        self.budget: SolvedBudget | None = None  # the store's, which knows what else a row holds
+        self.budget: SolvedBudget | None = None  # of the store, which counts everything that a row holds
 
     @property
     def off_page_bytes(self) -> int:

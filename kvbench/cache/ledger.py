@@ -41,7 +41,7 @@ class RowMeter:
             those that it would have read of everything.
         one_shot_peak_bytes: In a run that reads in chunks, the prompt's peak had it been read at once: what the row
             held after it, and the uncompressed keys and values of the layers that are planned together. Else 0.
-        prompt: What the prompt's plan kept, as it goes into the journal.
+        prompt: Tokens that the prompt's plan kept, in the journal's form.
     """
 
     peak_bytes: int = 0
@@ -170,7 +170,7 @@ class Ledger:
             scores, positions and bounds of pages; `slack_bytes` unused bytes of the row's pages; `residual_bytes`
             tokens in the rings; `residual_slack_bytes` empty ring entries; `table_bytes` page tables for the row's own
             length, counters, orders of key channels and offsets of the row's keys; `free_list_bytes` one free-list
-            entry per page; `book_bytes` codebooks of the model, and offsets of its keys, beside the pages;
+            entry per page; `book_bytes` codebooks of the model, and offsets of its keys, outside the pages;
             `resident_bytes` their sum. Of a model that has layers of other kinds, `window_bytes` all that layers with
             windows hold, and `state_bytes` the states.
         """
@@ -261,7 +261,7 @@ class Ledger:
         )
 
     def hold(self, row: int, staging_bytes: int = 0) -> None:
-        """Notes what a row holds while so many bytes of an uncompressed prompt lie beside it in this process."""
+        """Notes a row's bytes while this process also holds `beside_bytes` of an uncompressed prompt."""
         meter, staging_bytes = self.meters[row], staging_bytes * self._ranks.size
         meter.staging_peak_bytes = max(meter.staging_peak_bytes, staging_bytes)
         held_bytes = staging_bytes + self._fixed_of(row)

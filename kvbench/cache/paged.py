@@ -55,7 +55,7 @@ class Kept:
     def waited(chosen: Tensor) -> "Kept":
         """The tokens that bool [H, N] chooses."""
         count = chosen.sum(1)
-        if bool(chosen.all()):  # to ask is one wait for the device, to look for them are many
+        if bool(chosen.all()):  # one synchronisation to ask, many to look for them
             head, token = Kept._each(chosen)
             return Kept(head, token, token, count, in_order=True, is_all=True)
         head, token = chosen.nonzero(as_tuple=True)
@@ -288,7 +288,7 @@ class Paged(Holding, Parts):
         self.counters.step_on_host(numbers)
 
 
-# Prompts that are read in chunks: positions of slots are kept beside the pages meanwhile, int32 [H, slots] per tier
+# Prompts that are read in chunks: positions of slots are kept outside the pages meanwhile, int32 [H, slots] per tier
 # with -1 past a list's end.
 
 

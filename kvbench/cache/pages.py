@@ -72,7 +72,7 @@ class Pages:
 
     Args:
         budget_bytes: Limit on the pool. None lets it grow in main memory. On a GPU the pool is as large as the lists
-            can need, at most `memory_share` of what is free: growing would hold the old pool beside the new one, and
+            can need, at most `memory_share` of what is free: growing would hold the old and the new pool at once, and
             move the pages under a captured graph.
         tier_map: Tier that tier 0 of a plan stands for, list by list; None = tier 0 everywhere.
         codebooks: Calibrated tables of codes, and scales of key channels or of heads; None without any.
@@ -108,13 +108,13 @@ class Pages:
             most = math.prod((shape[0] - 1, *shape[1:])) * (max_pages + SPARE_PAGES)
         if limit is None and (free := memory.free_bytes(device)) is not None:
             limit = max(1, min(most, int(memory_share * free) // size))
-        self.on_device = backend.keeps_tables  # and the host knows only what it was told
+        self.on_device = backend.keeps_tables  # and the host has only the counts it received
         fresh = AsyncCounts(self.on_device or device.type != "cpu")
         self.counts = fresh if counts is None else counts.setdefault(device, fresh)
         self.host = HostCounts()
         nobody = torch.zeros(0, dtype=torch.int64, device=device)
         self._of_row = torch.arange(self.lists_per_row, device=device)  # the lists of the first row
-        self._numbered = self._nobody = nobody, nobody  # the rows asked for last, and their lists
+        self._numbered = self._nobody = nobody, nobody  # the last rows looked up, and their lists
         self.pool: PagePool
         self.table: PageTable
         if self.on_device:
@@ -307,7 +307,7 @@ class Pages:
 
     @contextmanager
     def undone(self) -> Iterator[list[tuple[Tensor, int, Tensor]]]:
-        """Gives back what was reserved (lists, tier, slots before), as it is noted here, when anything goes wrong."""
+        """Releases the reservations noted here (lists, tier, slots before) when anything fails."""
         done: list[tuple[Tensor, int, Tensor]] = []
         try:
             yield done

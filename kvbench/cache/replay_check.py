@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 Subject = TypeVar("Subject")
-# Of every kind of call the first two are asked again, and then one of so many.
+# Of every kind of call the first two are repeated, and then one of so many.
 EVERY = {"plan_prefill": 8, "of_prompt": 8, "plan_decode": 64, "compaction": 64, "plan_compact": 16}
 RULE = (
     "asked again about the same, a copy that knows of no earlier call answered otherwise, so numbers would hang on "

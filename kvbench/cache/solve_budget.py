@@ -16,7 +16,7 @@ class SolvedBudget:
     All of it counts: pages, also those that are not full, with their tracked fields; page tables and counters; rings.
     The row is sized for the longest answer that it was opened for, and misses the budget then by less than a page per
     list. Where lists share the budget unequally, the waste of their last pages is not known before the plan, so the
-    most that it can be is taken. `fixed_bytes` gives the bytes of a row beside its pages, by the tokens of its prompt
+    most that it can be is taken. `fixed_bytes` gives the bytes of a row outside its pages, by the tokens of its prompt
     and the most that follow it, and `other_kinds` count what layers of other kinds hold.
     """
 

@@ -228,7 +228,7 @@ class PagedStep:
     def fused(self) -> FusedStep | None:
         """Step that does a whole layer in one call, with the same `attend`; None where the backend has none."""
         pages, scores = self.pages, self.holding.scores
-        if scores.writes_tokens or pages.codebooks is not None:  # no such operation knows tables that belong to a layer
+        if scores.writes_tokens or pages.codebooks is not None:  # no such operation supports tables of a layer
             return None
         if not pages.on_device:
             # In main memory none settles scores, chooses the pages that it reads, or rotates keys that leave a buffer.
@@ -240,7 +240,7 @@ class PagedStep:
     def _fuse(self) -> FusedStep | None:
         if (tiers := self.pages.tier_map) is None:
             return self._fuse_tiers(range(len(self.pages.formats)))
-        if tiers.by_head:  # a call knows one format to write in
+        if tiers.by_head:  # a call writes in one format
             return None
         steps = {tier: self._fuse_tiers([tier]) for tier in tiers.tiers}
         by_layer = [step for row in tiers.table if (step := steps[row[0]]) is not None]

@@ -66,7 +66,7 @@ class CompressedStore:
     ) -> None:
         policy.check_model(shape.num_layers, shape.num_kv_heads)
         self.policy, self.shape, self.backend = policy, shape, backend
-        counts = {} if counts is None else counts  # of all kinds of layers, so that one copy tells the host of a step
+        counts = {} if counts is None else counts  # of all kinds of layers, so that a step needs one copy to the host
         as_method = options.windows == "method"
         other_options = StoreOptions(
             rotation=options.rotation if as_method else "none",
@@ -140,7 +140,7 @@ class CompressedStore:
     @property
     def takes_chunks(self) -> bool:
         """True if a later prompt segment may come at once (`append_chunk`); otherwise it comes token by token."""
-        # Once a layer has written a chunk, others that share its keys could not tell it from what came before.
+        # Once a layer has written a chunk, layers that share its keys could not separate it from earlier tokens.
         return self.holding.takes_chunks and not self.shape.shared and all(x.takes_chunks for x in self.other_kinds)
 
     @property
@@ -281,7 +281,7 @@ class CompressedStore:
                 post-RoPE keys and values, uncompressed.
             call: The model's call of the layer's attention, for statistics that need it.
             replays: Results of the passes of the policy's probe.
-            lse: As `prompt_attention` gave it beside its output; made again where it is missing and wanted, so that
+            lse: From `prompt_attention`; recomputed where it is missing and needed, so that
                 scores do not depend on where a prompt came from.
         """
         _, part = self.holding.part_of(layer)

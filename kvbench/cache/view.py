@@ -130,7 +130,7 @@ class PagesView(SlotsView):
         fields = {name: value for name, value in vars(self).items() if name not in looked_up or name == "shape"}
         return fields | {"_arrays": {}, "_held": {}}
 
-    # What not every policy asks for is looked up when one does.
+    # Looked up on first use: most policies do not need these.
 
     @cached_property
     def tokens_seen(self) -> Tensor:  # type: ignore[override]

@@ -23,7 +23,7 @@ _SHOW_CURSOR = "\x1b[?25h"
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal asked this process to end. Its text is the signal's name."""
+    """A signal that ends this process. Its text is the signal's name."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)

@@ -4,7 +4,7 @@ lm-eval 0.4.13 reads no entry points: its models are a table in its package, and
 imported before the command line ran. This imports kvbench's model and then runs that command line, nothing else.
 
 Differs: `--model` is kvbench where none is given; lm-eval's index of 14,000 YAMLs, which takes minutes, is replaced by
-    the folders of the tasks that are asked for, unless a name is a pattern; kvbench's own tasks (`kvbench_...`) are
+    the folders of the requested tasks, unless a name is a pattern; kvbench's own tasks (`kvbench_...`) are
     found without `--include_path`.
 """
 

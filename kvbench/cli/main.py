@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         resume_command = shlex.join([*program(), *arguments])
         endings.say(f"\nstopped by {str(stop) or 'SIGINT'}; {kept}: {resume_command}")
         return endings.exit_code(stop)
-    except BrokenPipeError:  # who reads has seen enough, as in `kvbench list | head`
+    except BrokenPipeError:  # the reader closed the pipe, as in `kvbench list | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more on its way out
         return 128 + signal.SIGPIPE
     except Exception as error:

@@ -22,7 +22,7 @@ from kvbench.show.text import safe
 if TYPE_CHECKING:
     from kvbench.engine.requests import Request
 
-LISTED = 20  # samples that are named where none was asked for
+LISTED = 20  # samples that are listed where none was requested
 WHOLE, TAIL = "whole", "tail"
 FLAG_WORDS = {
     FALLBACK: "which marks no final answer: its last number was graded",
@@ -32,7 +32,7 @@ FLAG_WORDS = {
 
 
 def main(cfg: DictConfig) -> int:
-    """Print the sample; 1 when the prompt that was made again is not the one that was asked."""
+    """Print the sample; 1 when the rebuilt prompt differs from the stored one."""
     if not cfg.run:
         raise ValueError("show needs the folder of a stored run: python -m kvbench show FOLDER SAMPLE")
     if cfg.prompt not in (WHOLE, TAIL):

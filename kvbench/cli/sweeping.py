@@ -215,7 +215,7 @@ def begin(arguments: list[str], launcher: str, words: list[list[str]], command: 
     sweep = Sweep.start(results_dir, shlex.join(["kvbench", *command]), launcher, labels)
     try:
         by_pattern = any(word.startswith("method=glob(") for word in arguments)
-        waits = launcher == "basic" and bool(words)  # who launches elsewhere, or chooses on the way, waits for each
+        waits = launcher == "basic" and bool(words)  # launchers to other machines, and samplers, wait for each job
         yield Jobs(sweep=sweep.folder, labels=labels, skip=by_pattern, waits=waits)
     except Exception as error:
         if not sweep.jobs():

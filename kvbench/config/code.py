@@ -267,7 +267,7 @@ def _names_in(content: bytes, package: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-@cache  # each run of a sweep asks for forty, and a process keeps the libraries that it has loaded
+@cache  # each run of a sweep looks up forty, and libraries of a process do not change
 def _installed(name: str) -> tuple[str, str]:
     """The distribution that a top-level name comes from, spelt as package indexes do, and its version."""
     try:  # most are called like what is imported from them; the list of all takes a quarter of a second and more

@@ -163,8 +163,8 @@ def explain(error: Exception, arguments: Sequence[str]) -> ValueError:
 def check_choices(arguments: Sequence[str]) -> None:
     """Refuse a choice of a group by another name than its own, and a group that is taken away.
 
-    Hydra takes `method=../method/full` for a file; its row, its folder and its reference would then not know that it
-    is `full`.
+    Hydra takes `method=../method/full` for a file; its row, its folder and its reference would then not have the name
+    `full`.
 
     Raises:
         ValueError: Names the group, the requested choice and the existing ones.

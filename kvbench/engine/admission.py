@@ -63,7 +63,7 @@ class Admission:
     chunk: int | None = None
 
     def check(self, request: Request) -> None:
-        """Raises ValueError for a request that does not fit the model, or that wants no tokens."""
+        """Raises ValueError for a request that does not fit the model, or requests no tokens."""
         if not 0 < request.num_prompt_tokens < self.model.max_tokens or not all(request.segments):
             raise ValueError(
                 f"{request.sample_id}: a prompt of {request.num_prompt_tokens} tokens (segments "
@@ -195,7 +195,7 @@ class SharedContexts:
 
     @property
     def num_rows(self) -> int:
-        """Rows that are open beside those of the requests at most."""
+        """Most open rows in addition to those of the requests."""
         return int(bool(self._followed))
 
     @property

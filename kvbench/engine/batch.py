@@ -32,7 +32,7 @@ class Batch:
         forced_tokens: Most tokens of an own answer that are forced; None = all.
         per_token: Outcomes say what was measured of each forced token.
         on_outcome, on_step: As `Engine.run` takes them.
-        make_room: Makes the cache, which has no rows, anew with a smaller pool, where memory beside it ran out; False
+        make_room: Makes the cache, which has no rows, anew with a smaller pool, where other memory ran out; False
             where it cannot.
         restore_room: Makes it anew as it was at first, once that did not help.
 
@@ -91,7 +91,7 @@ class Batch:
         try:
             self._leave_cancelled()
             admitted = True
-            while admitted:  # who ends before it has made a step leaves its place at once
+            while admitted:  # a row that ends before its first step frees its slot at once
                 yield from self._read_on()
                 admitted = self._choose() and self._may_join() is not None
             if self._live:
@@ -108,7 +108,7 @@ class Batch:
         self._restart(reason, was_spoiled, in_pool)
         return True
 
-    # Who is in the batch.
+    # Members of the batch.
 
     @property
     def _num_live(self) -> int:
@@ -220,7 +220,7 @@ class Batch:
         return freed
 
     def _forget(self, sample: Sample) -> None:
-        """Takes a sample out of the batch, as it is."""
+        """Removes a sample from the batch without closing it."""
         self._samples.pop(sample.request.sample_id, None)
         self._live = [each for each in self._live if each[1] is not sample]
         self._reader.close(sample)
@@ -237,7 +237,7 @@ class Batch:
         self._careful.pop(request.sample_id, None)
 
     def _leave_cancelled(self) -> None:
-        """Takes out those who are waited for no longer."""
+        """Removes requests for which no one waits any longer."""
         if self._queue.cancelled.isdisjoint(self._samples) and self._reading is None:
             return
         for name in self._queue.cancelled.intersection(self._samples):
@@ -346,7 +346,7 @@ class Batch:
         return True
 
     def _force_generated(self, state: Row, sample: Sample) -> ForcedRow | None:
-        """The row in which an answer that has just ended is forced, where that is wanted."""
+        """Row in which an answer that has just ended is forced, if requested."""
         if sample.generated_row is None or not isinstance(state, AnswerRow) or state.repeat:
             return None
         (row, logits), sample.generated_row, request = sample.generated_row, None, sample.request

@@ -2,7 +2,7 @@
 
 Runs of one model under several methods have a batch each. Towards its end a batch has few rows, and a step of few rows
 costs nearly as much as one of many: so the small ones are fed to the model together, and only attention is each
-cache's own. That changes no answer where the products of the model do not depend on the rows beside (`Engine.group`).
+cache's own. That changes no answer where the products of the model do not depend on other rows (`Engine.group`).
 """
 
 import time

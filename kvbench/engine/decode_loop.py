@@ -7,9 +7,9 @@ of a step is done again at every replay (`CompressedStore.note_replay`). Steps t
 where rows share pages, where a bulk eviction is due, and where too few pages are free for the worst case.
 
 In a run the device feeds itself: a step's tokens, chosen or forced, are the next one's input where they are, and the
-host learns of them while the next step is under way. A row that ended is therefore in one step too many, of which
-nothing counts: neither tokens nor bytes nor measures. Made one at a time are steps in which the host has a say: a token
-that may not come yet, thoughts with a budget, conversations, bulk eviction, shared pages, a pool that may be full.
+host receives them during the next step. A row that ended is therefore in one step too many, of which nothing counts:
+neither tokens nor bytes nor measures. Made one at a time are steps in which the host has a say: a token that may not
+come yet, thoughts with a budget, conversations, bulk eviction, shared pages, a pool that may be full.
 """
 
 import time

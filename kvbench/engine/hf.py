@@ -82,7 +82,7 @@ class SessionCache(Cache):
 
     @contextmanager
     def in_both(self) -> Iterator[None]:
-        """Lets layers with a state beside keys and values hand these on."""
+        """Lets layers with both a state and keys and values pass these on."""
         for held, native in self._both:
             vars(held).update({name: getattr(native, name) for name in HANDS_ON})
         try:

@@ -1,8 +1,8 @@
 """Logits of many positions, made a piece at a time: those of a long answer would fill the memory with its vocabulary.
 
 16,384 tokens of a vocabulary of 128,256 are 8.4 GB of logits, and 134 MB of what a model of 4,096 channels makes them
-from. So the pass over the text keeps the latter, and the model's own head is run over a piece of it when a logit of the
-piece is asked for.
+from. So the pass over the text keeps the latter, and the model's head is run over a piece of it when a logit of the
+piece is read.
 """
 
 from collections.abc import Callable, Iterator, Sequence

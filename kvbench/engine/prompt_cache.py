@@ -70,7 +70,7 @@ class Recording:
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            del self.others[how]  # its own run meets the fault, and tells
+            del self.others[how]  # its own run meets and reports the fault
             self.measured.pop(how, None)
             return
         measured = _copied(measured, scored.k, scored.v)

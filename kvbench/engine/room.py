@@ -1,8 +1,8 @@
 """Memory of a GPU that the page pool leaves to prompts.
 
-The pool of a GPU is made once. How much reading takes beside it is measured by reading the longest prompt before; where
-that was too little, as with a library that takes memory later, the pool is made anew, half as large, before a sample is
-lost.
+The pool of a GPU is made once. The memory that reading takes in addition is measured by reading the longest prompt
+before; where that was too little, as with a library that takes memory later, the pool is made anew, half as large,
+before a sample is lost.
 """
 
 import warnings
@@ -46,7 +46,7 @@ class PromptRoom:
 
         Args:
             requests: Any of the run.
-            read: Reads a request's prompt into a cache that is there, and forgets it.
+            read: Reads a request's prompt into an existing cache, and drops it.
         """
         ordered = sorted(requests, key=lambda request: max(map(len, request.segments)), reverse=True)
         index = self._measured = 0

@@ -27,7 +27,7 @@ class Row(ABC):
         token: The token to feed next, once it is chosen.
         timing: Seconds, tokens and rows of its steps so far.
         ready: The token to feed where it is known without logits; None in it = the row is over.
-        report: What `Runner.report` said when the row ended, where the device has made a step more since.
+        report: Result of `Runner.report` at the row's end, where the device has made a step more since.
     """
 
     row: int

@@ -1,6 +1,6 @@
 """A model and a compressed cache: rows of tokens in, logits out.
 
-The engine answers requests on top of it; benches, tests and people who bring their own loop use it as it is.
+The engine answers requests on top of it; benches, tests and other decode loops use it directly.
 """
 
 import time
@@ -70,7 +70,7 @@ class Runner:
         prompts: Shared by runners that read the same prompts of one model under other settings; None reads every one.
         chunk: Tokens of a prompt that are read at once; the method drops or quantises what it will before it reads on.
             None = all: the prompt is read with everything before it uncompressed.
-        shares_pool: What a row keeps may depend on the others, for methods that evict where pages run out.
+        shares_pool: A row's kept tokens may depend on other rows, for methods that evict where pages run out.
 
     Attributes:
         probe_s: Seconds that the second pass over the last prompt took, compression included; 0 without one.

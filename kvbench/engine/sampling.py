@@ -1,8 +1,8 @@
 """Sampling of a row's next token: the likeliest, or one drawn by a request's temperature and top_p.
 
 A draw is a function of the logits, the seed of the answer and the number of choices before it. Its sums are of whole
-numbers, which have no order, so that a token does not depend on the batch, on the device, or on who steps. No state of
-a generator has to follow, so a captured step draws too.
+numbers, which have no order, so that a token does not depend on the batch, on the device, or on the kind of step. No
+state of a generator has to follow, so a captured step draws too.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""The states of layers, in place of keys and values or beside them: of every row, in transformers' own objects."""
+"""States of layers, instead of keys and values or in addition: of every row, in transformers' objects."""
 
 import copy
 from collections.abc import Sequence

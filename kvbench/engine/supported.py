@@ -41,7 +41,7 @@ BOTH = {"hybrid", "hybrid_sliding"}
 
 
 def binds(window: int, config: Any) -> bool:
-    """True when a sliding window is shorter than the context, so that a layer forgets on its own."""
+    """True when a sliding window is shorter than the context, so that the layer itself drops tokens."""
     return window < (rotary.context_of(config) or float("inf"))
 
 
@@ -164,7 +164,7 @@ def check_fit(
         policy: The method.
         options: The layout of its memory.
         chunk: Tokens of a prompt that are read at once; None = all.
-        shares_pool: What a request keeps may depend on those that share the pool with it.
+        shares_pool: A request's kept tokens may depend on those that share the pool with it.
 
     Returns:
         The model's shape, without the bytes of states.

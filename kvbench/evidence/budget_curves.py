@@ -22,7 +22,7 @@ SEEN = "%seen"  # how a budget ends that is a share of all tokens seen
 
 
 class OutOfRange(ValueError):
-    """The runs of a method do not span the bytes asked for."""
+    """The runs of a method do not span the requested bytes."""
 
 
 def series_of(runs: Sequence[StoredRun]) -> dict[str, list[StoredRun]]:

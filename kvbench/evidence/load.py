@@ -25,8 +25,8 @@ from kvbench.show.labels import differing
 from kvbench.show.text import LINE_LENGTH, MESSAGE_LENGTH, NAME_LENGTH, safe
 from kvbench.show.unfit import flag_notes
 
-# Below a folder of results. The last part is a pattern too: of a plain name, glob asks whether it exists, and a link
-# that leads nowhere would be passed over without a word.
+# Below a folder of results. The last part is a pattern too: of a plain name, glob checks that it exists, and would
+# silently skip a dangling link.
 RUNS = "*/*/*/*/run[.]json"
 
 
@@ -248,7 +248,7 @@ def _agreed(members: Sequence[StoredRun], notes: list[str]) -> list[StoredRun]:
 
 
 def _one_version(members: Sequence[StoredRun], code: str, notes: list[str]) -> list[StoredRun]:
-    """The runs of one version of the code: of those that were asked for, or of all, the one that ran last."""
+    """The runs of one version of the code: of the requested ones, or of all, the one that ran last."""
     versions: dict[str, list[StoredRun]] = {}
     for run in members:
         versions.setdefault(run.version, []).append(run)

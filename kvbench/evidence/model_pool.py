@@ -82,7 +82,8 @@ def pool_models(groups: Sequence[Group], cfg: DictConfig | Mapping) -> list[Grou
     """Merge groups of several models on the same questions into one each, where the setting `together` is set.
 
     Raises:
-        ValueError: The setting is wrong, the weights of a model are not known, or no two models were asked the same.
+        ValueError: The setting is wrong, the weights of a model are not known, or no two models have the same
+            questions.
     """
     total = Total.read(cfg.get("together"))
     if total is None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _MARKER = "complete.json"
-# What makes a tokenizer, apart from its class.
+# Fields that define a tokenizer, apart from its class.
 _COMPARED = {
     "words or rules": lambda tokenizer: tokenizer.backend_tokenizer.to_str(),
     "special tokens": lambda tokenizer: tokenizer.special_tokens_map,
@@ -62,11 +62,11 @@ def ensure(
     Args:
         folder: Its folder.
         name: The model's name, for messages.
-        needed_bytes: What making it takes on the disk.
+        needed_bytes: Disk space for making it.
         make: Writes the conversion into a folder that it makes, the second one; the first may be used, and goes.
-            What should outlive a conversion that breaks off goes to `kept_folder`. It gives what is to be known of the
+            Files that should survive an interrupted conversion go to `kept_folder`. It gives what is to be known of the
             conversion.
-        by: What converts, if that is no part of the folder's name; another one's conversion is made again.
+        by: Name of the converter, if that is no part of the folder's name; another one's conversion is made again.
 
     Returns:
         What is known of the conversion.

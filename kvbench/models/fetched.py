@@ -30,7 +30,7 @@ from kvbench.rules import Form, Whole, check_settings
 if TYPE_CHECKING:
     from rich.console import Console
 
-_ROOM = 1.3  # of the file's bytes: beside it lies one part, packed and unpacked
+_ROOM = 1.3  # of the file's bytes: the file and one part, packed and unpacked
 _LOOK_S = 0.5  # between two looks at how much came
 _SPEAK_S = 30.0  # between two lines of a log
 
@@ -85,7 +85,7 @@ def path_of(fetch: Mapping[str, Any], name: str, at_hand: str | None) -> Path:
 
     Raises:
         MissingWeightsError: As `ensure`.
-        ValueError: Likewise, or the file at hand is another one.
+        ValueError: The download is another file or does not fit, or the local file is another one.
     """
     source = read_settings(Source, fetch, "model.fetch.")
     if not at_hand:
@@ -113,7 +113,7 @@ def ensure(source: Source, name: str) -> Path:
         return path
     durable.make_folder(path.parent)
     with FileLock(path.with_name(f"{path.name}.lock")):
-        if _is_whole(source, path):  # who held the lock has fetched it
+        if _is_whole(source, path):  # the holder of the lock has fetched it
             return path
         if path.exists():
             console().print(f"kvbench: {name}: {path} is damaged; it is fetched again", soft_wrap=True)

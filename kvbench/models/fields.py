@@ -93,7 +93,7 @@ def check_fields(file: Path, settings: Mapping[str, Any], rules: Mapping[str, _R
 
     Args:
         file: Named in the error.
-        settings: What it holds, or a part of it.
+        settings: Its content, or a part of it.
         rules: An item of `FILES`.
         part: The keys that lead to that part, each with a dot.
 

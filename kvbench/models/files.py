@@ -13,10 +13,10 @@ from pathlib import Path
 from kvbench.errors import MissingWeightsError
 from kvbench.models import cache, fields
 
-# What transformers looks for, best first; an index lists the shards that belong to it.
+# Files that transformers looks for, best first; an index lists its shards.
 _WEIGHT_NAMES = ("model.safetensors", "pytorch_model.bin")
 _TOKENIZER_NAMES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
-# What transformers reads beside configuration and weights; a tokenizer may have several of each.
+# Other files that transformers reads, besides configuration and weights; a tokenizer may have several of each.
 _FINGERPRINT_PATTERNS = (
     "tokenizer*.json",
     "*.model",
@@ -42,8 +42,8 @@ def find_model_folder(path: str, revision: str | None = None) -> Path:
     """Turns a folder or a hub id such as `org/name` into a folder with a config, complete weights and a tokenizer.
 
     A folder wins over a hub id, and the local hub cache over the network. The network is tried only after a short
-    probe, because the hub client itself retries for half a minute on a machine without one. What is missing is a
-    `MissingWeightsError`, which says where was looked and which command gets the files.
+    probe, because the hub client itself retries for half a minute on a machine without one. Missing files raise a
+    `MissingWeightsError`, which names the searched folders and the command that fetches them.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():

@@ -1,7 +1,7 @@
 """`model.linear=fused`: decoder layers on a GPU in few launches.
 
 Matrices that are given the same rows are one product, a product adds its residual, and norms and the gate are one
-launch each. The rotary embedding is left to whoever attends (`TURN`), which rotates a step's token as it writes it.
+launch each. The rotary embedding is left to the attention (`TURN`), which rotates a step's token on writing.
 """
 
 from functools import partial
@@ -16,8 +16,8 @@ TAKES_TURNS = "kvbench"  # the attention function that makes it
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _INTO = {"qkv": ("q_proj", "k_proj", "v_proj"), "gate_up": ("gate_proj", "up_proj")}
 _PARTS = {*_NORMS, "self_attn", "mlp"}
-# What rounding may change of a layer's output, of its largest number: matrices are summed up in another order, and sums
-# with the residual and rotated numbers are rounded once where transformers rounds them twice.
+# Bound on the rounding of a layer's output, relative to its largest number: matrices are summed up in another order,
+# and sums with the residual and rotated numbers are rounded once where transformers rounds them twice.
 ALLOWED = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 Turn = tuple[Tensor, Tensor]

@@ -232,7 +232,7 @@ def _special_tokens(fields: Mapping[str, "ReaderField"]) -> dict[str, str]:
 def _smollm_tokenizer(fields: Mapping[str, "ReaderField"]) -> "PreTrainedTokenizerBase":
     """Builds SmolLM's tokenizer from the vocabulary and merges in the file.
 
-    transformers' own reader gives other tokens: it does not know that in SmolLM every digit is a word of its own, so
+    transformers' own reader gives other tokens: it ignores that in SmolLM every digit is a word of its own, so
     that a space before a number joins the number and not the spaces before it; and up to 5.17 it takes another end
     token.
 

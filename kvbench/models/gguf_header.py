@@ -113,7 +113,7 @@ class _Reader:
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Read the header of a file, once while the file is as it is: its vocabulary alone takes a third of a second.
+    """Read the header of a file, once while the file is unchanged: its vocabulary alone takes a third of a second.
 
     Raises:
         ValueError: The file is no GGUF file, or its header does not fit in it.

@@ -63,7 +63,7 @@ class LoadedModel:
         chat_template: True when the tokenizer can render a chat.
         linear: How its own matrices lie and are multiplied, one of `matrices.LINEAR`; it decides in which order their
             sums are formed.
-        remark: A sentence on what was asked of it and could not be had; empty when all was.
+        remark: A sentence on settings that could not be met; empty when all were.
     """
 
     model: "PreTrainedModel"

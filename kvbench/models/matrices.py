@@ -173,7 +173,7 @@ def pack(model: torch.nn.Module) -> int:
         setattr(parent, name, PackedLinear(getattr(parent, name)))
     for weight in model.parameters():  # one that lies in a mapped file would keep all of the file in memory
         weight.data = weight.data.clone()
-    # The C library would keep the memory of the plain matrices for later; glibc can be asked to return it.
+    # The C library would keep the memory of the plain matrices for later; glibc can return it.
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
     return len(packed)
@@ -242,7 +242,7 @@ def _join(module: torch.nn.Module) -> None:
 
 
 def _is_ours(x: Tensor) -> bool:
-    """True for numbers that the kernels take; who watches torch's operations has to see some."""
+    """True for tensors that the kernels support; dispatch modes must see torch's operations."""
     is_plain = type(x) is Tensor and x.is_cpu and not x.requires_grad and x.dtype in DTYPES
     return is_plain and _get_current_dispatch_mode() is None
 
@@ -271,8 +271,8 @@ def _gated(module: Any, products: RowProducts, x: Tensor) -> Tensor:
 def _quicken(module: torch.nn.Module, products: RowProducts) -> None:
     """Lets a norm or a feed-forward layer run as one call, in place of three to seven of torch's, if it does the same.
 
-    Models name both alike, and what a name promises is tried: on rows of usual size, and on one where a norm's epsilon
-    tells, or a limit on what the gate lets through would.
+    Models use one name for both, so the behaviour is tested: on rows of usual size, and on one where a norm's epsilon,
+        or a clamp of the gate, would show.
     """
     if "forward" in vars(module):  # somebody has put another one there
         return

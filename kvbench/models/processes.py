@@ -30,7 +30,7 @@ def connect() -> None:
         atexit.register(tell, ("end",))
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    # The first process may be busy for hours (with graders, or data) before it has something to tell.
+    # The first process may be busy for hours (with graders, or data) before it has something to send.
     kind = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     torch.distributed.init_process_group(kind, timeout=timedelta(days=7))
 

@@ -9,7 +9,7 @@ import torch
 
 from kvbench.errors import check_name
 
-# What `model.quantisation` may be -> torchao's configuration with its settings. The packing of int4 is the one that
+# Value of `model.quantisation` -> torchao's configuration with its settings. The packing of int4 is the one that
 # torch itself has kernels for, on GPUs and in bfloat16.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "fp8": ("Float8WeightOnlyConfig", {}),

@@ -167,7 +167,7 @@ def _extended(scaling: dict[str, Any], base: int) -> int:
 
 
 def context_length(config: "PretrainedConfig", wanted: int | None) -> int:
-    """The context length: the model's own, or a shorter one that the user asked for (`model.max_tokens`)."""
+    """The context length: the model's own, or a shorter one that the user set (`model.max_tokens`)."""
     length = context_of(config)
     if length is None:
         raise UnsupportedModel(

@@ -35,10 +35,10 @@ class Policy:
 
     Attributes:
         tiers: One to four precision formats; tier 0 takes new tokens.
-        by_layer: Which of `tiers` tier 0 stands for in each layer and head (`ByLayer` makes it); plans then know no
+        by_layer: Which of `tiers` tier 0 stands for in each layer and head (`ByLayer` makes it); plans then have no
             other tier than 0. None = each tier is what it is everywhere.
         codebooks: The tables of tiers whose codes are calibrated, which lie beside the pages; None = there are no such.
-        head_scales: Likewise the scales of tiers of floats of 8 bits.
+        head_scales: Scales of tiers of 8-bit floats, from such a file too.
         score: The attention statistics that the method needs; none by default.
         limit: The budget, of which the cache says how many tokens it allows; None = the method has none.
         reading: Which pages decode steps read; None = all of them.
@@ -52,8 +52,8 @@ class Policy:
         granularity: `kv_head`, or `q_head`, which stores every query head's copy and is billed for it.
         acts_in_decode: `plan_decode` may displace a token; question segments are then fed token by token.
         compaction: Before which steps `plan_compact` evicts in bulk, or that it does where pages run out; None = never.
-        needs_instruction: The method asks how many first tokens of a prompt are its instruction.
-        needs_prompt_slots: `plan_decode` asks what the prompt's plan gave each list, as `plan_compact` may anyhow.
+        needs_instruction: The method reads how many first tokens of a prompt are its instruction.
+        needs_prompt_slots: `plan_decode` reads each list's slots from the prompt's plan, as `plan_compact` may anyhow.
         no_upkeep: Why the method cannot keep to a share of all tokens seen while an answer grows (`50%seen`), as the
             end of `it ...`; empty = it does.
         in_chunks: Its plan for a prompt may be made again and again while the prompt is read (`prefill.chunk`).
@@ -174,7 +174,7 @@ class Policy:
         acts = self.acts_in_decode or any((self.compaction, self.reading, self.residual))
         return whole and not acts
 
-    # What becomes of the tokens.
+    # Decisions about tokens.
 
     def plan_prefill(self, view: PrefillView) -> PrefillPlan:
         """Decides where the prompt's tokens go. Default: all to tier 0."""

@@ -24,7 +24,7 @@ class Extent:
         prompt_slots: Slots that the plan of the prompt left in all lists together.
         page_tokens: Tokens per page.
         slot_bytes: Bytes per slot.
-        instruction_tokens: First tokens that are the prompt's instruction, where the method asked for them.
+        instruction_tokens: First tokens that are the prompt's instruction, if the method uses them.
         prompt_chunks: Pieces that the prompt was read in.
         budget_tokens: Tokens per list that a budget in bytes buys; 0 = the method has none.
     """
@@ -90,7 +90,7 @@ def within(
 
     Args:
         extent: The sequence.
-        budget: What was asked.
+        budget: The requested budget.
         at_least: Tokens per list that the method keeps whatever the budget says.
         mean: The budget is a mean over lists; otherwise every list has to keep to it.
         block: The budget is rounded up to whole blocks of so many tokens.

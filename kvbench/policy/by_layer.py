@@ -69,7 +69,7 @@ def write_table(tiers: Sequence[str]) -> str:
 class ByLayer(Policy):
     """A method of one precision, which some layers and heads may have another one of.
 
-    A subclass declares its own precision in `tiers` and calls `spread` then; its plans know tier 0 only.
+    A subclass declares its own precision in `tiers` and calls `spread` then; its plans have tier 0 only.
 
     Args:
         tiers_by_layer: Other precisions than the method's own, at most four in all: one per layer from the first to the

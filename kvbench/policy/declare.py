@@ -47,8 +47,7 @@ class ScoreSpec:
     """The statistic that scores tokens, and the numbers of it that pages keep.
 
     Args:
-        statistic: What turns a layer's tensors into scores; `Probability`, what queries attend to a key with, unless
-            said otherwise.
+        statistic: Turns a layer's tensors into scores; by default `Probability`, the attention that a key receives.
         prefill_queries: Prompt queries that count: 0 none, w > 0 the last w, `ALL_QUERIES` all.
         slot_queries: Last queries that the statistic's `of_slots` looks at; a 16-bit ring of them is kept and billed.
         skip_near: Query i does not count for key j when i - j < skip_near; in decode steps too, which needs `pos`
@@ -220,9 +219,9 @@ class CodeBooks:
 
     Args:
         keys: Per layer, the level of each key code, in ascending order and from 0 to 255.
-        values: Likewise for values.
+        values: The same for value codes.
         scale: Per layer, for each channel of each KV head what a key's level is multiplied by.
-        zero: Likewise what is added then.
+        zero: Zero points, added after the scale, in the same form.
     """
 
     keys: tuple[tuple[int, ...], ...]
@@ -237,7 +236,7 @@ class HeadScales:
 
     Args:
         keys: Per layer, one number for all of its keys, or one for each KV head; those of other formats do not count.
-        values: Likewise, as many.
+        values: The same for values, as many as `keys`.
     """
 
     keys: tuple[tuple[float, ...], ...]
@@ -251,7 +250,7 @@ class TierTable:
     Args:
         rows: One per layer: a tier, or one per KV head; empty = all have tier 0.
         named: Layer -> tier where it differs from that; negative layers count from the last.
-        protected: Likewise, and it overrides both.
+        protected: As many, which overrides both.
     """
 
     rows: tuple[tuple[int, ...], ...]

@@ -48,15 +48,15 @@ class Ranked(ByLayer):
     A budget such as `50%seen` is a share of all tokens seen, the prompt's and the answer's so far, and is kept to at
     every step: once a list holds its share of it, which is in proportion to what the prompt's plan gave it, the
     lightest token makes room for the incoming one. Scores of attention are summed on over the steps, as with
-    `decode_every`. What is measured on the held tokens is measured anew before each step, or before every
+    `decode_every`. Scores measured on the held tokens are measured anew before each step, or before every
     `decode_every` steps with room for as many tokens. Where a score is of the prompt alone, its tokens go first, and
     then the oldest of the answer. Where that is above its share, a list keeps its window (the incoming token counted),
     or what is protected and the tokens that come in before the next eviction, one of them at least beside another.
 
     A subclass says by what it ranks: its `declare` calls `super().declare()` and then `self.rank_by(ScoreSpec(...))`.
     It defines `always` where some tokens stay whatever their score is, and `ranking` where it does not rank by the
-    score as it is. Its parts are `shares` (who shares the budget), `protection` (what no eviction takes) and `stages`
-    (the second criterion of a value-aware choice).
+    plain score. Its parts are `shares` (which lists share the budget), `protection` (what no eviction takes) and
+    `stages` (the second criterion of a value-aware choice).
 
     Args:
         budget: What stays of the prompt: ratio, tokens per head, or bytes; or of all tokens seen (`50%seen`); the mean
@@ -67,7 +67,7 @@ class Ranked(ByLayer):
             both. `global`: as `ada`, over all layers and heads. `table`: in proportion to `table`. `preference`: in
             proportion to what the method finds a prompt's layers to be worth, where it does (`cake`).
         alpha: Share of a head's budget that `ada`, `global` and `table` do not touch, in [0, 1].
-        beta: Steepness of a pyramid: the last layer keeps base / beta beside what always stays; >= 1.
+        beta: Steepness of a pyramid: the last layer keeps base / beta and what always stays; >= 1.
         table: Weights for `allocation=table`, >= 0, one per layer and KV head: a path, or a list of lists.
         chunk: Rank chunks of so many consecutive tokens by their mean: they stay or go together, except one per head
             that `cut_chunk` is about. 1 = single tokens.
@@ -75,10 +75,10 @@ class Ranked(ByLayer):
             goes, and up to `chunk` - 1 tokens per head stay unspent.
         value_aware: Let the score choose half of a head's tokens, and the score times the norm of the projected value
             the others, as CriticalKV.
-        protect: What is never evicted beside what the method itself keeps: `none`; the first `protect_tokens`
-            (`sinks`); the `instruction` that stands before the user's text in a chat; the whole `prompt`, so that only
-            the answer is compressed, as it is written, and the budget is of the answer (in bytes, of both); the
-            `answer`, so that only tokens of the prompt go.
+        protect: Tokens that are never evicted, in addition to those that the method keeps: `none`; the first
+            `protect_tokens` (`sinks`); the `instruction` that stands before the user's text in a chat; the whole
+            `prompt`, so that only the answer is compressed, as it is written, and the budget is of the answer (in
+            bytes, of both); the `answer`, so that only tokens of the prompt go.
         protect_tokens: First tokens that `protect=sinks` keeps; >= 1.
         threshold: Keep the tokens whose score is at least this, however many they are, in place of a budget. A sum over
             queries counts per query. null = the budget decides.
@@ -112,7 +112,7 @@ class Ranked(ByLayer):
             )
         # The numbers of a table, so that a run's identity does not hang on a path.
         self.table = self._table = None if self.table is None else read_table(self.table)
-        # A threshold has no budget, and what asks for one is told that everything fits.
+        # A threshold has no budget; readers of one get a number in which everything fits.
         self.limit = self._budget = Budget.parse(1.0 if self.budget is None else self.budget)
         self.tiers = (Tier.parse(self.tier),)
         self.spread()
@@ -185,7 +185,7 @@ class Ranked(ByLayer):
         super().check_model(num_layers, num_kv_heads)
         self.shares.check_model(num_layers, num_kv_heads)
 
-    # What a subclass may say.
+    # Hooks of subclasses.
 
     def always(self, budget: int) -> tuple[int, int]:
         """Numbers of first and last tokens of a prompt that stay whatever their score.
@@ -373,7 +373,7 @@ class Ranked(ByLayer):
         return num_prompt_tokens + max(1, self.last_tokens() if self.decode_every else 1)
 
     def most_tokens(self, budget: int, num_prompt_tokens: int, num_new_tokens: int) -> int:
-        if self.protect == "answer":  # which stays, while lists that share the budget hold what is theirs beside it
+        if self.protect == "answer":  # which stays in addition to a list's part of a shared budget
             return min(budget, num_prompt_tokens) + num_new_tokens
         return super().most_tokens(budget, num_prompt_tokens, num_new_tokens)
 

@@ -119,7 +119,7 @@ class LayerTensors(ABC):
 
     @property
     def replays(self) -> tuple[Replay, ...]:
-        """The passes that the ScoreSpec's `probe` asked for, in the order of what they repeat; of a prompt only."""
+        """Passes of the ScoreSpec's `probe`, in the order of what they repeat; of a prompt only."""
         remedy = "set probe of the ScoreSpec, add 'replays' to its needs, and use them in of_prompt"
         self._require(self._replays[0].k if self._replays else None, "second pass over the prompt", remedy)
         return self._replays
@@ -184,24 +184,24 @@ class LayerTensors(ABC):
 class Statistic(ABC):
     """Numbers per KV head and token; the first of them is the score.
 
-    A subclass is decorated with `@dataclass(frozen=True)`. It answers for a prompt, and where it can for more:
-    `of_slots` is asked at every bulk eviction, and its answer is what the policy finds in `DecodeView.slots`;
-    `of_token` is asked when a token is written, and its answer is stored where the ScoreSpec tracks `score`;
-    `of_channels` is asked beside `of_prompt`, and its answer orders the channels of keys (`PrefillPlan.channels`).
+    A subclass is decorated with `@dataclass(frozen=True)`. It scores a prompt, and optionally more: `of_slots` is
+    called at every bulk eviction, and the policy gets its result in `DecodeView.slots`; `of_token` is called when a
+    token is written, and its result is stored where the ScoreSpec tracks `score`; `of_channels` is called with
+    `of_prompt`, and its result orders the channels of keys (`PrefillPlan.channels`).
 
     Attributes:
-        needs: What it looks at beside queries, keys and values: `before_rope` rotary positions taken off or put on,
+        needs: Inputs other than queries, keys and values: `before_rope` rotary positions taken off or put on,
             `output_projection`, `hidden_states`, `attention_call` of the model itself, `replays` what the ScoreSpec's
             probe gives.
-        also: Names of further numbers that it gives beside the score; a policy finds them under `extra`.
+        also: Names of further numbers that it returns with the score; a policy finds them under `extra`.
         by_queries: It says something only where queries count.
         in_chunks: `of_prompt` answers, too, for what is held of the beginning of a prompt that is read in chunks: its
             positions have gaps, and differ from head to head; `q` are queries of the newest chunk, and `attention` of
             all queries adds to what earlier ones gave. Otherwise such prompts are refused.
         extremes: Where its numbers and not their order decide what is held: the smallest and the largest one, for
             projections of bytes without data.
-        requires: What fields of its ScoreSpec have to be, where it does not go with everything.
-        words: What it is, for docs/reference/methods.md.
+        requires: Required values of fields of its ScoreSpec, where it does not support all.
+        words: Description for docs/reference/methods.md.
     """
 
     needs: ClassVar[frozenset[Need]] = frozenset()
@@ -318,7 +318,7 @@ class WithValueNorms(Statistic):
             ("requires", inner.requires),
             ("words", f"{inner.words}, then times the L1 norm of the projected value".removeprefix(", ")),
         ):
-            object.__setattr__(self, name, value)  # what other classes know of themselves, it has from an object
+            object.__setattr__(self, name, value)  # class facts of others are an instance's here
 
     def of_prompt(self, seen: LayerTensors) -> Tensor:
         return self._with_norms(self.ranks.of_prompt(seen), seen)

@@ -53,7 +53,7 @@ class PrefillView(View):
         num_layers: Layers of the model.
         num_kv_heads: KV heads per layer.
         layers: int64 [V], the layers in this view: one for scope `head` and `layer`, all for scope `model`.
-        score: fp32 [V, H, N] exactly as the policy's `ScoreSpec` says, or None where that asks for no statistics of a
+        score: fp32 [V, H, N] exactly as the policy's `ScoreSpec` says, or None where that needs no statistics of a
             prompt. Tokens that are gone have `GONE`, the smallest number there is.
         token_bytes: Bytes of one slot per tier (codes, metadata and tracked fields), the mean where lists differ.
         extra: The further numbers of the policy's statistic by name, fp32 [V, H, N] each.

@@ -86,7 +86,7 @@ class Journal:
                 self.records[key] = line.record
         if self.damaged > MAX_NAMED:
             warn(f"{self.path}: {self.damaged - MAX_NAMED} more lines dropped; their samples are done again")
-        if dropped and not is_packed:  # the packed file stays as it is
+        if dropped and not is_packed:  # the packed file stays unchanged
             self._move_aside(dropped)
         if repairs or (is_packed and self.records):
             write_atomic(self.path, b"".join(write_line(record, self.run) for record in self.records.values()))

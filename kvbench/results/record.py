@@ -44,7 +44,7 @@ class TaskIdentity(typing.TypedDict, total=False):
     """Samples per subset, or `first:n`; None for all."""
 
 
-# The parts of an identity that readers look into; of the others nothing is asked.
+# The parts of an identity that readers look into; the others are not checked.
 IDENTITY: dict[str, typing.Any] = {
     "task": TaskIdentity,
     "code": dict[str, str],

@@ -56,7 +56,7 @@ def write_record(path: Path, record: Any, read: Callable[[Any], object] | None =
         read: Reads the JSON as the loader of the file does; by its declared types where None.
 
     Raises:
-        RuntimeError: No reader would take it; the file is left as it is.
+        RuntimeError: No reader would accept it; the file is unchanged.
     """
     content = plain(dataclasses.asdict(record))
     try:

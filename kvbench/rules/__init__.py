@@ -1,7 +1,7 @@
 """Rules of settings: type, range and unit, declared once in the field's annotation, in words and in code.
 
 A field says it in its annotation: `window: Annotated[int, Whole(1, unit="tokens")] = 32`. A `bool`, a `Literal`, and an
-`int`, `float` or `str` without more, need no rule of their own. `| None` allows None beside it.
+`int`, `float` or `str` without more, need no rule of their own. `| None` also allows None.
 """
 
 import difflib
@@ -33,7 +33,7 @@ class Rule(ABC):
         """True for a value that is allowed."""
 
     def read(self, value: Any) -> Any:
-        """An allowed value as it counts: values that mean the same are equal then. Default: as it is."""
+        """An allowed value as it counts: values that mean the same are equal then. Default: unchanged."""
         return value
 
     def near(self, value: object) -> str:
@@ -166,8 +166,8 @@ class Several(Rule):
     """A list of different values.
 
     Args:
-        item: What each of them may be.
-        alone: What may stand there without a list; None = nothing.
+        item: Rule of each of them.
+        alone: Rule of a value without a list; None = not allowed.
         least: How many there are at least.
         ordered: Their order means something.
     """
@@ -292,7 +292,7 @@ class Declared:
             raise ValueError(f"{error}{', or null' if self.optional else ''}{hint}") from None
 
 
-_READ: dict[type, Mapping[str, Declared]] = {}  # class -> its settings; every object asks
+_READ: dict[type, Mapping[str, Declared]] = {}  # class -> its settings; looked up by every object
 
 
 def declared(kind: type) -> Mapping[str, Declared]:
@@ -318,7 +318,7 @@ def check_settings(held: object, prefix: str = "") -> None:
 
     Args:
         held: A dataclass object.
-        prefix: What stands before the names where the user writes them, for example `store.`.
+        prefix: Prefix of the names on the command line, for example `store.`.
 
     Raises:
         ValueError: Names the first such setting, its value and what is allowed.

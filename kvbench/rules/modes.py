@@ -16,7 +16,7 @@ from operator import attrgetter
 from typing import Any
 
 # Variables by which MKL, oneDNN and cuBLAS compute otherwise on one machine: with other instructions, in other sums, at
-# another precision. What torch itself chose is asked of torch (`torch_isa`).
+# another precision. torch's own choice is read from torch (`torch_isa`).
 VARIABLES = (
     *("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "MKL_DEBUG_CPU_TYPE", "NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG"),
     *(f"{prefix}_{name}" for prefix in ("ONEDNN", "DNNL") for name in ("MAX_CPU_ISA", "DEFAULT_FPMATH_MODE")),
@@ -74,7 +74,7 @@ def read(quick: bool = False) -> Modes:
     """Every mode by name, with its value; the variables of the environment alone where torch is not loaded.
 
     Args:
-        quick: Leave out the variables, and what only a sum can tell; for what is done at every step.
+        quick: Leave out the variables, and modes that only a sum shows; for checks at every step.
     """
     values: dict[str, object] = {} if quick else {name: os.environ.get(name) for name in VARIABLES}
     if "torch" in sys.modules:

@@ -86,7 +86,7 @@ class GraderPool:
             if error is None:
                 self.hand_out(len(self._pending))
             else:
-                with suppress(JournalError):  # the first error is the one to tell
+                with suppress(JournalError):  # the first error is the one to raise
                     self.hand_out()
         finally:
             self._left = True

@@ -16,7 +16,7 @@ from kvbench.runs.experiment import Experiment
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """The command that asked for a run; it changes no answer."""
+    """The command of a run; it changes no answer."""
 
     command: Sequence[str] = ()
     """The words after `python -m kvbench`."""

@@ -237,7 +237,7 @@ class _Kinds:
     def policy(self) -> Policy:
         """Policy for a store of one list of each kind, which plans with the real one over all lists."""
         few = copy(self._policy)
-        # What is said of heads and layers of the model, and a budget of its bytes, is not about these.
+        # Settings of the model's heads and layers, and a budget in bytes, do not apply to these.
         vars(few).update(scope="head", granularity="kv_head", limit=None, codebooks=None, head_scales=None)
         spec = self._spec
         if spec.probe is not None:  # the plans of the prompt are there

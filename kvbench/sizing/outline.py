@@ -3,7 +3,7 @@
 Within 1 % of `project`, in a fraction of its time.
 
 Bytes are a line over layers once a method's exceptions (first or last ones, of another precision) are all there. Two
-small caches say which line; nothing here knows what a method does.
+small caches determine the line; nothing here depends on the method.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from kvbench.sizing.project import (
 
 LAYERS = (2, 4)
 STEPS = 64  # of an answer; the rest of a longer one grows as these did
-FEW_STEPS, LONG_TOKENS = 16, 16384  # so few tell of a prompt so long, of which the last pages are less than 1 %
+FEW_STEPS, LONG_TOKENS = 16, 16384  # so few represent a prompt so long, of which the last pages are less than 1 %
 EXACT_TOKENS = 4096  # of a context that is no longer, all steps are counted: a page is a larger part of it
 
 

@@ -18,7 +18,7 @@ from kvbench.sizing.count import count
 from kvbench.sizing.shadow import fill_prompt, shadow_store
 
 SAME = 0.01  # two projections this close are one number: how even attention is then decides about nothing but slack
-GLANCE_TOKENS = 1024  # a prompt long enough to tell whether it decides
+GLANCE_TOKENS = 1024  # a prompt long enough to show whether it decides
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ def project(
 
 
 def _both(*sizes: Any) -> tuple[Projection, Projection]:
-    """Both ends of attention, for what `project` is asked."""
+    """Results of `project` for both extremes of attention."""
     peaked, even = (run(*sizes, is_even=is_even) for is_even in (False, True))
     return (peaked, even) if peaked.resident_bytes < even.resident_bytes else (even, peaked)
 

@@ -15,7 +15,7 @@ from kvbench.rules import TABLE_OR_PATH, declared
 from kvbench.sizing.project import Projection, is_one_number, project
 from kvbench.sizing.shapes import NamedShape
 
-# What `project` said, once for each method and length: the seeds and tasks of a study share it.
+# Results of `project`, once for each method and length: the seeds and tasks of a study share it.
 _projected: dict[str, tuple[Projection, Projection]] = {}
 
 

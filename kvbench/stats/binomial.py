@@ -7,7 +7,7 @@ import numpy as np
 
 POWER = 0.8
 MOST_SAMPLES = 1 << 20
-# What a sum over a binomial distribution leaves out at each end: less than rounding does.
+# Tail mass that a sum over a binomial distribution leaves out at each end: less than rounding does.
 _TAIL = 1e-20
 _BLOCK = 4096
 
@@ -106,7 +106,7 @@ def samples_needed(loss: float, churn: float, level: float) -> int | None:
     """
     from scipy.stats import norm
 
-    # What the normal distribution says is near; the exact power decides.
+    # The normal approximation is a starting point; the exact power decides.
     if not 0 < loss <= 1:
         return None
     differ = min(1.0, max(churn, loss))

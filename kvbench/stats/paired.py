@@ -328,7 +328,7 @@ def paired_difference(groups: Mapping[str, Sequence[Pair]], weighting: Weighting
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:
-    """The p values after Holm's correction for having asked all of them; one that is not known counts as 1."""
+    """Holm-corrected p values; an unknown one counts as 1."""
     # Four lines of numpy: statsmodels' multipletests looks for garbage in the whole process at each call.
     known = np.array([1.0 if p is None else p for p in p_values])
     order, adjusted = np.argsort(known), np.empty(len(known))

@@ -1,7 +1,7 @@
 """A mean as a share of another mean of the same samples: a method's score in % of the full cache's.
 
 Its difference from 1 is zero exactly where the paired difference is, so every test is that of `kvbench.stats.paired`.
-Its interval knows that the full cache's mean is uncertain too.
+Its interval includes the uncertainty of the full cache's mean.
 """
 
 import math

@@ -118,8 +118,8 @@ def interval(
     That is with fewer than eight samples, a subset with one, no value that differs, or too few that differ for a finite
     end.
 
-    No end leaves the range `within`: a ratio of sums lies among the ratios of its samples, and a t statistic of few of
-    them, of which one is apart, does not know it.
+    No end leaves the range `within`: a ratio of sums lies among the ratios of its samples, which a t statistic of few
+        of them with one outlier does not respect.
     """
     error = standard_error(strata)
     if error is None or strata.count < FEWEST_SAMPLES:

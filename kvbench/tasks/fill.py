@@ -1,8 +1,8 @@
-"""Finds how much filler a generated prompt takes to be as long as asked."""
+"""Finds the amount of filler with which a generated prompt has the requested length."""
 
 from collections.abc import Callable
 
-# A prompt this close to the wanted length is accepted without another round of counting.
+# A prompt this close to the requested length is accepted without another round of counting.
 LENGTH_SLACK_TOKENS = 4
 
 

@@ -100,7 +100,7 @@ def equivalent(reference: str, answer: str) -> bool:
     r"""Compare two final answers: as text after `normalise`, or as mathematics.
 
     MATH has three published graders: Hendrycks' (equal texts in a normal form), Minerva's (sympy), and math-verify.
-    What all three say is kept. Where they differ, mathematics decides.
+    A common verdict of all three is kept. Where they differ, mathematics decides.
 
     - `15\text{ m}` is right for `15\text{ cm}`: the first two take units off, and the third reads none. (A power of
       the unit counts here, since it says whether a length, an area or a volume was found.)
@@ -135,8 +135,8 @@ def equivalent(reference: str, answer: str) -> bool:
 def judge(reference: str, answer: str) -> bool | None:
     """As `equivalent`; None where the answer cannot be judged in time, while the reference can.
 
-    A tower of powers or an integral that nobody asked for is an answer like others, and leaving it out of the score
-    would favour whoever writes it.
+    An unneeded tower of powers or integral is an answer like others; excluding it would favour the model that writes
+    it.
 
     Raises:
         TimeoutError: The reference cannot be judged in time either.

@@ -80,8 +80,8 @@ class Problems(Task):
 
     The class says: `meta_keys`, the fields of a document that its records keep; `group_by`, the one of them whose
     groups are also reported; `votes`, whether several answers to a problem vote; `instructions`, form -> the
-    instruction of its prompts, where they have one beside the problem; `grading_limit_s` and `grading_workers`, see
-    `TaskSet`. Some have a setting `k`: of how many answers pass@k and maj@k are reported, None for 1, 2, 4, ... and
+    instruction of its prompts, where they have one in addition to the problem; `grading_limit_s` and `grading_workers`,
+    see `TaskSet`. Some have a setting `k`: of how many answers pass@k and maj@k are reported, None for 1, 2, 4, ... and
     all.
 
     Args:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # Re-tokenising the two decoded halves of a cut prompt can give a few tokens more than were kept.
 RETOKENISE_SLACK_TOKENS = 16
-# What lm-eval's own models generate when a task does not say.
+# Number of tokens that lm-eval's models generate for a task without a setting.
 DEFAULT_MAX_NEW_TOKENS = 256
 # Ends thoughts that have used up their budget.
 _THOUGHTS_OVER = f"\n{END_OF_THOUGHT}\n\n"
@@ -27,7 +27,7 @@ _THOUGHTS_OVER = f"\n{END_OF_THOUGHT}\n\n"
 
 @dataclass(frozen=True, kw_only=True)
 class PromptRules:
-    """The choices of a benchmark about asking one of its subsets; `metadata` of its lm-eval YAML has the last three."""
+    """Prompt settings of one subset of a benchmark; `metadata` of its lm-eval YAML has the last three."""
 
     max_new_tokens: int  # length limit of the answer (`generation_kwargs.max_gen_toks`)
     stop: tuple[str, ...] = ()  # strings that end the answer (`generation_kwargs.until`)
@@ -96,7 +96,7 @@ class PromptBuilder:
         rendered: The texts already are what a chat template made: nothing is put around them, special tokens are kept.
 
     Raises:
-        ValueError: `chat_template=always` without a template, `thinking` without a template that knows it, a
+        ValueError: `chat_template=always` without a template, `thinking` without a template that supports it, a
             template that cannot be rendered or drops the message, or the model is too short for the answer or for
             max_prompt_tokens.
     """
@@ -115,7 +115,7 @@ class PromptBuilder:
         if self.chat:
             check_template(model, protocol)
         self.max_new_tokens = protocol.max_new_tokens or rules.max_new_tokens
-        # That answers may begin with, but for what the prompt opens.
+        # Openings that answers may have, except one that the prompt has.
         self._thoughts: Thoughts | None = None
         if self.chat or rendered:
             over = () if protocol.thinking_tokens is None else self._plain(_THOUGHTS_OVER)
@@ -128,10 +128,10 @@ class PromptBuilder:
         wraps = self.chat or (protocol.system is not None and not rendered)
         overhead = len(self._encode(self._wrap("a"))) - len(self._encode("a")) if wraps else 0
         self._template_tokens = overhead - len(self.tokenizer.encode("a")) + len(self._encode("a"))
-        # What stands before the user's text, whatever that is.
+        # Text before the user's text, whatever that is.
         both = [self._encode(self._wrap(text)) for text in ("a", "b")] if wraps else [[], []]
         self._instruction = tuple(common_prefix(*both))
-        # What stands behind it.
+        # Text after it.
         self._closing = common_prefix(*(ids[::-1] for ids in both))[::-1]
         self._available = available = self.room_tokens - overhead - RETOKENISE_SLACK_TOKENS
         if available < 2:
@@ -174,7 +174,7 @@ class PromptBuilder:
             answers: The right answers, for people; `gold` by default.
             prefix: The beginning of the answer, which the model continues: behind the prompt, in a chat behind the
                 header of the answer.
-            turns: What follows the first answer, in a conversation; see `turn`.
+            turns: Later turns of a conversation; see `turn`.
 
         Returns:
             The request; two segments only when the protocol is not query aware and the question does not begin inside

@@ -26,7 +26,7 @@ MIN_PROMPT_TOKENS = 256
 MAX_ITEMS = 2**20
 AVAILABLE = "available"  # among the names of a setting: those whose rows are at hand
 
-# What many tasks have: where their files lie, how many prompts are made, which k of pass@k are reported, how long
+# Settings of many tasks: where their files lie, how many prompts are made, which k of pass@k are reported, how long
 # prompts may be before they lose their middle (None: what the model takes).
 DataDir = Annotated[str | None, Text()]
 Items = Annotated[int, Whole(1, MAX_ITEMS, unit="prompts")]
@@ -45,7 +45,8 @@ MaxPromptTokens = Annotated[
 ]
 
 # Takes what is done while a task is loaded, and its number of steps; gives a context for the time of the work, with a
-# function to call after each step. A task knows nothing of bars and terminals: who loads it says how work is shown.
+# function to call after each step. A task does not depend on bars and terminals: its loader passes the display of
+# progress.
 Watcher = Callable[[str, int], AbstractContextManager[Callable[[], None]]]
 _watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
 
@@ -71,7 +72,7 @@ class Limit:
     """The samples of each subset in a run: at most `count` of them, or all `after` so many.
 
     They are a random sample, or the `first` ones of the file: files are often sorted, by length or by topic, and their
-    beginning is no sample of the benchmark. Those after the first 100 are none that `first:100` asks.
+    beginning is no sample of the benchmark. `first:100` has none of those after the first 100.
     """
 
     count: int
@@ -125,11 +126,11 @@ class Ask:
     protocol: Protocol
 
     def drawn(self, rows: Sequence[Any], subset: str) -> list[Any]:
-        """The rows of a subset that are asked, in their order."""
+        """Selected rows of a subset, in order."""
         return list(rows) if self.limit is None else [rows[at] for at in self.limit.of(len(rows), subset)]
 
     def items(self, wanted: int) -> int:
-        """The number of prompts to make where the task wants so many.
+        """Number of prompts to make, of those that the task has.
 
         Raises:
             ValueError: The limit leaves out the first of a file's rows, and there is no file.
@@ -170,7 +171,7 @@ class Task(ABC):
 
         Args:
             model: A model without weights; its tokenizer is used.
-            protocol: The way that prompts are asked.
+            protocol: Form of the prompts.
 
         Raises:
             ValueError: Names the task, the model and the remedy.
@@ -225,7 +226,7 @@ class Task(ABC):
         Args:
             ask: Its protocol goes into each result row.
             requests: The prompts.
-            notes: What else goes into each result row.
+            notes: Further fields of each result row.
             references: Sample id -> what its answer is scored against, as JSON types; None where there is nothing.
             scorer: See `TaskSet`, as for `more`.
             rows: Where samples were read from; the rows that were set aside, the copies, and unused fields are named.

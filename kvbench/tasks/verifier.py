@@ -66,7 +66,7 @@ class Verifier:
         raise RuntimeError(f"the process of math-verify ended with code {code}; does `import math_verify` work?")
 
     def _start(self) -> "subprocess.Popen[bytes]":
-        # -P: the files beside this one must not stand for the modules of others.
+        # -P: the files next to this one must not shadow modules.
         words = [sys.executable, "-P", __file__, str(self._cpu_s)]
         pipe = subprocess.PIPE
         return subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, start_new_session=True)

@@ -37,7 +37,7 @@ class Seen:
         critical: fp32 [query heads] share of the tokens that have most of a late query's attention.
         keys, values: fp32 [KV heads, tokens, head dim].
         variance: Over tokens, of the attention accumulated over all queries, as the mean over KV heads.
-        mapped: fp32 [tokens, tokens] attention of query by key, the mean over query heads; None unless asked for.
+        mapped: fp32 [tokens, tokens] attention of query by key, the mean over query heads; None unless requested.
         heaviest: int64 [3, query heads, top] the tokens with the most accumulated attention, at the first, the middle
             and the last step of the prompt's end.
     """

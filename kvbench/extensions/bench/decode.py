@@ -36,8 +36,8 @@ from kvbench.runs import choices
 
 PEER = "transformers"
 GRAPH = ", graph"  # behind the name of a row that replays its steps, as the engine does on a GPU
-STATIC = PEER + " static" + GRAPH  # on a GPU: what people who want speed run
-# Behind the name of a row whose model's own matrices lie in another way than the model's that was asked for.
+STATIC = PEER + " static" + GRAPH  # on a GPU: the setup of users who need speed
+# Behind the name of a row whose model's own matrices have another layout than those of the requested model.
 MARKS = {linear: f", {linear}" for linear in matrices.LINEAR}
 BASELINES = (PEER, *(PEER + mark for mark in MARKS.values()), STATIC, FULL)
 # Of the largest logit. The first bound is for fp32 sums in another order, which the rounding of a new token's codes can
@@ -200,7 +200,7 @@ def matrix_numbers(model: LoadedModel) -> int:
 
 
 def make_models(settings: Settings, device: str, notes: list[str]) -> dict[str, LoadedModel]:
-    """Models by the suffix of their rows' names: an empty one, and those of `MARKS` that are wanted and available."""
+    """Models by suffix of their rows' names: an empty one, and those of `MARKS` that are requested and available."""
     models = {"": choices.make_model(settings.model, device)}
     notes += filter(None, [models[""].remark])
     for linear in settings.linear:

@@ -71,7 +71,7 @@ STAGES = (
         "warps=[1] stages=[2] stage_kb=[24] page_slots=[0,64] working_set_mb=1 max_buffers=1 jobs=2",
     ),
     Stage("attention", 270, f"{ATTENTION} shapes=[32x8x128] lengths=[4096,16384] batches=[1,8,32]", DRY_ATTENTION),
-    # As models of this type ask, with queries that are no fp16, behind rings, and over lists of unlike length.
+    # As in models of this type, with queries that are no fp16, behind rings, and over lists of unlike length.
     Stage(
         "attention-bf16",
         160,

@@ -43,7 +43,7 @@ class Times:
 
     def fit(self) -> "Times":
         """Build the lookup tables; raises ValueError without measurements."""
-        from scipy.optimize import nnls  # a simulation asks for it; a machine that only measures may lack it
+        from scipy.optimize import nnls  # a simulation needs it; a machine that only measures may lack it
 
         if not self.steps or not self.prompts:
             raise ValueError("it has no times of prompts and steps; a load that was read in chunks has none")

@@ -253,7 +253,7 @@ def false_confirmations(
     if rule.name == PAPER:  # the luckiest, good or not
         best = losses[:num_tuning].mean(axis=0).argmin(axis=1)
         return float(np.mean(confirmed[np.arange(trials), best]))
-    # The cheapest that is good: any of them, as bytes know nothing of losses; the last of the grid.
+    # The cheapest that is good: any of them, as bytes do not depend on losses; the last of the grid.
     last = num_points - 1 - np.argmax(is_good[:, ::-1], axis=1)
     return float(np.mean(is_good.any(axis=1) & confirmed[np.arange(trials), last]))
 

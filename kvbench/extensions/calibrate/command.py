@@ -6,7 +6,7 @@ Source: DiffKV (SOSP'25) section 7.2: on MATH's training problems alpha_h of 1 t
 then alpha_l of five equally spaced values up to 0.1 at that alpha_h, again the highest; a model that reaches the full
 cache's accuracy at no alpha_h (Qwen2.5-7B) has no low tier. The released scripts of its param_tuning/ folder sweep in
 this order, with alpha_l = 0 first, and give that model equal thresholds.
-Differs: `rule=paper`: the section speaks of five values in [0, 0.1] and later of 0.02 to 0.1 in steps of 0.02, and has
+Differs: `rule=paper`: the section has five values in [0, 0.1] and later of 0.02 to 0.1 in steps of 0.02, and has
 chosen 0; here 0 and those five. It states no rule for ties (the smaller threshold here), and not how near the full
 cache's accuracy is near enough for a low tier (`margin.score` in the mean here). A held-out verdict and intervals come
 on top. `rule=cheapest` is not the paper's.

@@ -186,7 +186,7 @@ def describe_data(task: TaskSet, limit: object, rule: Rule) -> dict[str, Any]:
 def split(task: TaskSet, plan: Plan, seed: int) -> tuple[TaskSet, TaskSet]:
     """Two disjoint sets of samples, one to tune on and one for the verdict; refuses a subset of a single sample.
 
-    A sample's id and the seed alone decide where it goes. A subset with fewer samples than asked for is shared in the
+    A sample's id and the seed alone decide where it goes. A subset with fewer samples than requested is split in the
     same proportion.
     """
     tuning: set[str] = set()

@@ -107,7 +107,7 @@ def measure_gates(
         fp32 [layers, KV heads] of those that see everything, in [0, 1]: the mean over the prompts, their answer
             positions and the query heads of a group.
 
-    Source: the idea of telling retrieval heads by where they look; Wu et al. (2024) count copied tokens instead.
+    Source: the idea of finding retrieval heads by their attention; Wu et al. (2024) count copied tokens instead.
     """
     model = loaded.model
     config = model.config.get_text_config()

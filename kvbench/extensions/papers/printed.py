@@ -81,7 +81,7 @@ def join(paper: Paper, entry: Entry, ran: Sequence[Ran], changed: Sequence[str])
 
     Args:
         ran: The entry's jobs.
-        changed: Words of the user's that change what is asked.
+        changed: Words of the user's that change the task.
     """
     runs: dict[str, list[StoredRun]] = {}
     for row, folder in ran:

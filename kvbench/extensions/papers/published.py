@@ -90,7 +90,7 @@ def rows() -> "pd.DataFrame":
 def select(places: Sequence[str] | None = None, **wanted: Sequence[str] | None) -> "pd.DataFrame":
     """The numbers of some papers, models, methods, tasks and places; raises ValueError where no row has a name.
 
-    For each of `SPELLINGS`, and for tables, figures and sections, names in any case and punctuation are wanted; a star
+    For each of `SPELLINGS`, and for tables, figures and sections, case and punctuation of names are ignored; a star
     matches anything; None means all. `figure 15` is both of 15a and 15b.
     """
     result = rows()
@@ -114,7 +114,7 @@ def _locator(name: str) -> str:
 def _fitting(
     what: str, names: Sequence[str], known: Sequence[str], spelling: Callable[[str], str], end: str = "$"
 ) -> set[str]:
-    """The known names that fit some of the wanted ones."""
+    """Known names that match some of the requested ones."""
     fits: set[str] = set()
     for name in names:
         test = re.compile(".*".join(re.escape(spelling(part)) for part in name.split("*")) + end)

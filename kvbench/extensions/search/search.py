@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 SAMPLERS = ("tpe", "nsga2")
 MOST = 10.0  # margins: a setting that loses more is of no use
-REFUSED = 5  # times as many settings as are wanted may be refused by their methods
+REFUSED = 5  # times the requested number of settings may be refused by their methods
 
 
 def main(cfg: DictConfig, parts: Loaders | None = None) -> int:
@@ -100,7 +100,7 @@ def _wanted(cfg: DictConfig) -> Wanted:
 
 
 def _search(sweep: Sweep, wanted: Wanted, task: TaskSet, full: Trial, result_folder: Path) -> list[Tried]:
-    """Try settings up to the wanted number; earlier trials count."""
+    """Try settings up to the requested number; earlier trials count."""
     import optuna
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend

@@ -113,7 +113,7 @@ def _timed(full: Experiment, parts: Loaders) -> tuple[float, float, float, float
     """
     requests = sorted(full.task.requests, key=lambda request: request.num_prompt_tokens)
     middle = requests[len(requests) // 2]
-    tokens = min(TRIAL_TOKENS, middle.answer_tokens or TRIAL_TOKENS)  # a task of forced texts asks for no answer
+    tokens = min(TRIAL_TOKENS, middle.answer_tokens or TRIAL_TOKENS)  # a task of forced texts has no answers
     outcomes, at = list[Outcome](), list[float]()  # what was answered; when each prompt was begun, and each step ended
     with parts.sharing(PromptCache(needed_bytes(full)[1], keeps_queries=True)):
         engine = parts.make_engine(full.config, full.model, full.policy)

@@ -186,7 +186,7 @@ def _tree(text: str) -> ast.Module:
     Graders take turns; other threads that parse code in this process do not, and a parse that they disturbed is
     repeated.
     """
-    # What a compiler warns of in an answer is nobody's business here, and must not become an error.
+    # A compiler's warnings about an answer are irrelevant here, and must not become errors.
     warnings.filterwarnings("ignore", module=re.escape(_FILE))
     # A null byte or half a surrogate pair is as wrong as another control character, and not an error of its own.
     text = text.replace("\0", "\1").encode("utf-8", "replace").decode()

@@ -36,7 +36,7 @@ class GradeResult:
             load or ends itself; `unsupported` an output of a type that cannot be compared.
         base_passed: All inputs of the original benchmark were answered right.
         plus_passed: Those and all added ones were.
-        message: What went wrong first, for people; empty on a pass.
+        message: First failure, for people; empty on a pass.
     """
 
     status: str
@@ -53,9 +53,9 @@ def grade(
     Args:
         task: `humaneval_plus` or `mbpp_plus`.
         row: A row of the EvalPlus release file, read as plain JSON.
-        completion: What the model wrote.
+        completion: Text of the model.
         allow_code_execution: The setting `task.allow_code_execution`.
-        limits: What the program may use; its times follow from the reference's.
+        limits: Limits of the program; its times follow from the reference's.
 
     Raises:
         CageRefused: Not allowed, or no isolation on this machine.
@@ -130,7 +130,7 @@ def _judge(task: str, row: CodeRow, group: Group, output: Output) -> tuple[str, 
         return "error", f"{where}: {text}"
     expected = group.expected[output.index]
     if output.kind == "u":
-        # Something, of whatever type, is all that these tasks ask for.
+        # These tasks accept a value of any type.
         if is_match_question(task, row["entry_point"]):
             return None if expected else ("fail", f"{where}: found something where nothing is")
         return "unsupported", f"{where}: {text}"

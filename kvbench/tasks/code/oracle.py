@@ -35,8 +35,8 @@ def is_right(task: str, entry_point: str, inputs: Sequence[Value], output: Value
         task: `humaneval_plus` or `mbpp_plus`; the special cases belong to one of them.
         entry_point: Name of the function, which names the problem.
         inputs: Arguments of the call.
-        output: What the solution returned; builtin types.
-        expected: What the reference returned; for `MATCH_TASKS` whether it was not None.
+        output: Return value of the solution; builtin types.
+        expected: Return value of the reference; for `MATCH_TASKS` whether it was not None.
         atol: Absolute tolerance; 0 means exact, but 1e-6 where the expected output is made of floats.
     """
     try:

@@ -83,7 +83,7 @@ def contains(text: str, answer: str) -> float:
 
 
 def rouge_l(text: str, answer: str) -> float:
-    """LongBench's ROUGE-L; an answer of nothing but full stops, which has no sentence, is compared as it is."""
+    """LongBench's ROUGE-L; an answer of nothing but full stops, which has no sentence, is compared unchanged."""
     text, answer = plain(text), plain(answer).strip()
     return rouge(text, answer) if answer.strip(".") else float(text == answer)
 
@@ -141,7 +141,7 @@ def grade(metric: str, text: str, answers: Sequence[str]) -> float:
 
 
 def check_answers(metric: str, answers: Sequence[str]) -> None:
-    """Check that a metric tells each right answer from an empty one.
+    """Check that a metric distinguishes each right answer from an empty one.
 
     Raises:
         ValueError: It does not, or a regular expression is none.

@@ -2,8 +2,7 @@
 
 The full cache goes on from a piece of text for so many tokens; nothing ends it before. Every method is then forced to
 give the same tokens, and each token's KL, first choice and NLL are kept (`conf/task/drift.yaml` sets `fidelity` so).
-Beside that every method answers freely, which shows how much it repeats itself, and how often it would have ended
-before.
+Every method also answers freely, which shows its repetitions, and how often it would have ended before.
 """
 
 from collections.abc import Iterable
@@ -22,7 +21,7 @@ from kvbench.tasks.taskset import MetricInfo, TaskSet
 
 @dataclass(kw_only=True)
 class DriftSet(TaskSet):
-    """The task; answers are judged by their tokens and by where they wanted to end."""
+    """The task; answers are judged by their tokens and their end tokens."""
 
     def score_outcome(self, request: Request, outcome: Outcome) -> dict[str, float]:
         """See `TaskSet`."""

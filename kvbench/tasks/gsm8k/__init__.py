@@ -28,7 +28,7 @@ _ANNOTATION = re.compile(r"<<[^<>]*>>")  # of the calculator: <<48/2=24>>
 _VALUE = rf"(?:{NUMBER}(?:\s?(?:[-+*/\u2212\u00d7\u00f7]|\\times|\\cdot)\s?{NUMBER}){{1,20}}+\s?=\s?)?+({TERM})"
 _HASHES = re.compile(rf"####\s*+(?:\*\*)?({TERM})")
 _SENTENCE = re.compile(rf"\bThe answer is\s*+{_VALUE}")
-# What chat models put between the phrase and the number: a colon, bold, mathematics.
+# Marks that chat models put between the phrase and the number: a colon, bold, mathematics.
 _PHRASE = re.compile(
     r"\banswer\s*+(?:is|:)[\s:*]*+(?:(?:approximately|about)[\s:*]*+)?(?:\\[(\[]|\\boxed\{|\$|\s)*+" + _VALUE,
     re.IGNORECASE,
@@ -95,7 +95,7 @@ class Gsm8k(Problems):
     """The task.
 
     Args:
-        form: How the problems are asked.
+        form: Form of the prompts.
     """
 
     metrics: ClassVar = {
@@ -187,7 +187,7 @@ def find_answer(text: str, last: bool = False) -> Decimal | None:
 
     Source: lm-eval 0.4.13 gsm8k (strict and flexible filters) and gsm8k_cot, joined; the original's `####`.
     Differs: one rule for all forms; currency signs, marks for the thousands and trailing dots do not matter; 18.00 is
-        18; the minus of typesetting is one; behind the phrase, 3 + 4 = 7 is 7. What is more than a number is none:
+        18; the minus of typesetting is one; behind the phrase, 3 + 4 = 7 is 7. Anything more than a number is none:
         1/2, 15 or 16, 15^2. lm-eval's strict filters take 1, 15 and 15 of these, its flexible one 2, 16 and 2: a right
         answer by where a pattern ends, which a broken cache finds often.
     """

@@ -74,7 +74,7 @@ def manager_of(
         include_path: Folders with further task YAMLs; they are looked in first.
         extra: Folders that are looked in last.
         kind: The class of manager; lm-eval's by default.
-        metadata: What the manager tells every task that it makes.
+        metadata: Metadata that the manager passes to every task that it makes.
 
     Raises:
         ValueError: No such name, or no such folder; the message has the nearest names.

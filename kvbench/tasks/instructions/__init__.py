@@ -119,7 +119,7 @@ class TwoRules(Task):
 
 @contextmanager
 def _in_words_of_the_task(model: "LoadedModel") -> Iterator[None]:
-    """Name the task where a template has no system message: no setting asked for one."""
+    """Name the task where a template has no system message: no setting requested one."""
     try:
         yield
     except NoSystemMessage as error:

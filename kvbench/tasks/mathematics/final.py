@@ -26,7 +26,7 @@ _LAST_NUMBER = re.compile(rf"[{MINUS}]?\d++(?:(?:,|{GROUP})\d{{3}}(?!\d))*+(?:\.
 _MARKUP = re.compile(r"[\s*_`#]*+")  # of Markdown
 _OPENING = re.compile(r"(?:\s|\\[(\[]|\$)*+")  # of mathematics that is never closed
 _JOINT = re.compile(r"\s*+(?:[,;](?:\s*+(?:and|or)\b)?|and\b|or\b)\s*+", re.IGNORECASE)
-# A number of things, `12,345 people`: math-verify knows some units and takes other words for products of letters.
+# A number of things, `12,345 people`: math-verify has some units and reads other words as products of letters.
 _COUNT = re.compile(
     rf"([{MINUS}]?\d[\d,]*+(?:\.\d++)?)\s++"
     r"(?!(?:hundred|thousand|million|billion|trillion|dozen|plus|minus|times|over|choose|factorial|squared|cubed|more|less)"

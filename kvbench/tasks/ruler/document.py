@@ -52,7 +52,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Job:
-    """Everything that decides a document, beside the units of filler."""
+    """Everything that decides a document, except the units of filler."""
 
     seed: str  # seeds everything random
     length: int  # tokens of prompt and answer
@@ -95,7 +95,7 @@ def longest(
 
 
 def check_lengths(lengths: list[int], ask: Ask, answers: int = 1) -> None:
-    """Raises ValueError for a length that the model does not hold, beside the thoughts of so many answers."""
+    """Raises ValueError for a length that the model does not hold with the thoughts of so many answers."""
     model, thoughts = ask.model, answers * (ask.protocol.thinking_tokens or 0)
     if max(lengths) + thoughts > model.max_tokens:
         extra = f" beside {thoughts} of thoughts (protocol.thinking_tokens)" if thoughts else ""

@@ -42,7 +42,7 @@ class Needle(Task):
         depths: How many depths, evenly from the beginning to the end of the text, or which, in percent of it.
         items: Of each cell.
         needles: In each prompt.
-        values: What the needles hold.
+        values: Kind of the needles' values.
         answer_prefix: The prompt ends with the beginning of the answer.
         data_dir: Folder with the essays; None for text of kvbench's own.
     """

@@ -24,7 +24,7 @@ QA_URLS = {
     "qa_1": "https://rajpurkar.github.io/SQuAD-explorer/dataset/dev-v2.0.json",
     "qa_2": "https://huggingface.co/datasets/namlh2004/hotpotqa (hotpot_dev_distractor_v1.json)",
 }
-# Sentences end before white space. Punkt, which the original asks, also knows abbreviations.
+# Sentences end before white space. Punkt, which the original uses, also handles abbreviations.
 _SENTENCE_BREAK = re.compile(r"(?<=[.!?])\s+|(?<=[.!?][\"')\]])\s+")
 _WORD = re.compile(r"\b[a-z]{3,12}\b")
 

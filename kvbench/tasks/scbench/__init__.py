@@ -35,7 +35,7 @@ class Subset:
     """One subset."""
 
     begin: str = ""  # what stands before the context
-    ask: str = "{}"  # how a question is asked
+    ask: str = "{}"  # form of a question
     answer_tokens: int
     folded: bool = True  # whatever case
     all_of: bool = False  # the share of the right texts counts; else any is enough
