@@ -35,7 +35,7 @@ class Softmax:
         return not self.cap and self.sinks is None
 
     def of_layer(self, layer: int) -> "Softmax":
-        """That of one of several layers."""
+        """Operand of one of several layers."""
         return self if self.sinks is None else replace(self, sinks=self.sinks[layer])
 
     def capped(self, logits: Tensor) -> Tensor:
@@ -169,7 +169,7 @@ class InOrder:
     frequencies: Tensor
 
     def angles(self, num_slots: int, step: int = 1) -> Tensor:
-        """fp32 [S, num_slots, D / 2] angles of every `step`-th slot."""
+        """Angles of every `step`-th slot, fp32 [S, num_slots, D / 2]."""
         positions = self.first[:, None] + step * torch.arange(num_slots, device=self.first.device)
         return positions[..., None].float() * self.frequencies
 
@@ -199,7 +199,7 @@ class TierPages:
 
     @property
     def angles(self) -> Tensor | None:
-        """fp32 [S, m * T, D / 2] that the stored keys are rotated by, or None."""
+        """Angles of the stored keys, fp32 [S, m * T, D / 2], or None."""
         if isinstance(self.rotation, InOrder):
             return self.rotation.angles(self.ids.shape[-1] * self.fmt.tokens_per_page)
         return self.rotation

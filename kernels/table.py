@@ -62,7 +62,7 @@ class PageTable:
         return self.shape[1] * self.shape[2] * each
 
     def num_pages(self, tier: int) -> Tensor:
-        """int64 [lists]: pages in use per list."""
+        """Pages in use per list, int64 [lists]."""
         return -(-self.num_slots[tier].long() // self.tokens_per_page[tier])
 
     def lookup(self, lists: Tensor, tier: int, slot: Tensor) -> tuple[Tensor, Tensor]:
@@ -192,7 +192,7 @@ class PageTable:
             table.scatter_(0, where, ids)  # needs no memory
 
     def unshare_all(self, lists: Tensor) -> None:
-        """As `unshare`, for everything that lists (int64 [M]) hold."""
+        """See `unshare`, for everything that lists (int64 [M]) hold."""
         if self.pool.others is None:
             return
         slots = []
@@ -374,7 +374,7 @@ def most_pages(max_slots: int, tokens_per_page: tuple[int, ...]) -> int:
 
 
 def _spread(count: Tensor) -> tuple[Tensor, Tensor]:
-    """For `count[m]` (int64 [M]) places of every list m, list by list: whose each one is, and its number among them."""
+    """Expand `count[m]` (int64 [M]) entries of every list m: each entry's list, and its index within it."""
     end = count.cumsum(0)
     index = torch.arange(int(count.sum()), device=count.device)
     # Not repeat_interleave, which wakes other threads on a CPU, for two numbers too.

@@ -87,7 +87,7 @@ class PyramidInfer(kv.Policy):
         return kv.PrefillPlan(tier_of=tier_of)
 
     def shape(self, num_layers: int) -> Tensor:
-        """fp64 [L]: what each layer keeps, relative to the first; it never rises."""
+        """Share that each layer keeps, fp64 [L], relative to the first; it never rises."""
         steps = [
             (1 - self.decay) * (math.cos(math.pi * i / num_layers) + 1) / 2 + self.decay for i in range(num_layers - 1)
         ]

@@ -91,6 +91,6 @@ class QHitter(kv.Scored):
 
 
 def scaled(x: Tensor) -> Tensor:
-    """x, from 0 for its smallest number to 1 for its largest."""
+    """Scale `x` linearly, from 0 for its smallest number to 1 for its largest."""
     low, high = x.min(), x.max()
     return (x - low) / (high - low).clamp(min=1e-30)

@@ -39,7 +39,7 @@ class NeededBits(kv.Statistic):
 
 
 def bits(x: Tensor, precision: Tensor) -> Tensor:
-    """fp32 [H, n]: the bits at which codes of vectors x [H, n, D] are within 1 / precision of them."""
+    """Bits fp32 [H, n] at which codes of vectors x [H, n, D] are within 1 / precision of them."""
     x = x.float()
     return torch.log2((x.amax(-1) - x.amin(-1)) * precision / 2 + 1)
 

@@ -74,7 +74,7 @@ class StreamingLLM(kv.Policy):
         return kv.within(extent, self._budget, at_least=self.sinks + 1, at_end=0, floor=self.sinks + 1)
 
     def _room(self, view: kv.DecodeView) -> Tensor:
-        """int64 [S]: tokens that lists may hold of a share of all tokens seen, the incoming one among them."""
+        """Tokens that lists may hold of a share of all tokens seen, int64 [S], the incoming one among them."""
         return view.budget_tokens(self._budget).clamp(min=self.sinks + 1)
 
     def _ages(self, view: kv.DecodeView, num_slots: int) -> Tensor:

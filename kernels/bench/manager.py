@@ -180,7 +180,7 @@ class _State:
 
 
 def _grow_and_shrink(manager: Any, start: Any, more: Any, _: int) -> None:
-    """More slots for every list, and back."""
+    """Grow every list, and shrink it again."""
     manager.reserve(more)
     manager.truncate(start)
 

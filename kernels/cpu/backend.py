@@ -147,7 +147,7 @@ class Cpu(Backend):
         group: Reduce | None = None,
         softmax: Softmax = PLAIN,
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """As `Backend.paged_decode`, dequantising as it goes.
+        """See `Backend.paged_decode`; dequantises on the fly.
 
         Source: kvbench's own; folding the scales into the products as in KIVI's and DiffKV's kernels.
         """
@@ -195,7 +195,7 @@ class Cpu(Backend):
         lse: Tensor | None = None,
         softmax: Softmax = PLAIN,
     ) -> Tensor:
-        """As `Backend.column_scores`; the matrix products are torch's, all else is one pass in C++."""
+        """See `Backend.column_scores`; the matrix products are torch's, all else is one pass in C++."""
         if q.device.type != "cpu" or columns.reduce != "sum":
             return super().column_scores(q, k, scale, columns, lse, softmax)
         checks.columns(q, k, columns, softmax)

@@ -164,7 +164,7 @@ class Gpu(Backend):
         )  # fmt: skip
 
     def read_slots(self, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
-        """As `Backend.read_slots`; 0 where the page is below 0."""
+        """See `Backend.read_slots`; 0 where the page is below 0."""
         if not self._covers(fmt):
             return super().read_slots(pages, fmt, page, slot)
         checks.slots(pages, fmt, page, slot)
@@ -206,7 +206,7 @@ class Gpu(Backend):
         softmax: Softmax = PLAIN,
         accumulate: bool = False,
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """As `Backend.paged_decode`, dequantising as it goes.
+        """See `Backend.paged_decode`; dequantises on the fly.
 
         Keys that are rotated when they are read give logits in fp32. fp32 queries are computed in fp32 throughout; fp16
         and bf16 queries with products in that type, sums in fp32.
@@ -336,7 +336,7 @@ class Gpu(Backend):
         scale: float,
         softmax: Softmax = PLAIN,
     ) -> Tensor:
-        """As `Backend.chunk_attention`, in one launch; entries that are not live are passed over.
+        """See `Backend.chunk_attention`; one launch, which skips entries that are not live.
 
         Products are of 16-bit operands, as tensor cores take them, where queries, keys and values of the chunk are of
         one such type, which the history is rounded to; else of fp32. A history that is live as a whole and of that
@@ -358,7 +358,7 @@ class Gpu(Backend):
         lse: Tensor | None = None,
         softmax: Softmax = PLAIN,
     ) -> Tensor:
-        """As `Backend.column_scores`. Memory beyond the result: two fp32 numbers per counted query and head."""
+        """See `Backend.column_scores`. Memory beyond the result: two fp32 numbers per counted query and head."""
         if columns.reduce != "sum":
             return super().column_scores(q, k, scale, columns, lse, softmax)
         checks.columns(q, k, columns, softmax)
@@ -374,7 +374,7 @@ class Gpu(Backend):
         dst_page: Tensor,
         dst_slot: Tensor,
     ) -> None:
-        """As `Backend.demote`, without a dense copy in between; no target slot is also a source.
+        """See `Backend.demote`; makes no dense copy, and no target slot is also a source.
 
         Raises:
             ValueError: The target's keys share scales over tokens, or the formats track different fields.

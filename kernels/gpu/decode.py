@@ -344,7 +344,7 @@ class Attention:
         return _FEW_PARTS if sum(self._parts) <= _FEW_PARTS else min(_MOST_PARTS, _MERGED // padded)
 
     def _reads(self, pair: tuple[int, int], count: int, step: tuple[Tensor, ...], constants: dict) -> _Launch:
-        """Of `_attend`, over one tier or two."""
+        """Arguments of `_attend`, over one tier or two."""
         (first, second), (pages, rows, seen) = pair, step
         rotation = self._tiers[first].rotation
         operands: list[Any] = [pages, rows, seen, self._absent if rotation is None else rotation.frequencies]
@@ -365,7 +365,7 @@ class Attention:
     def _merges(
         self, pair: tuple[int, int], count: int, step: tuple[Tensor, ...], constants: dict, how: StepScores
     ) -> _Launch:
-        """Of `_finish`; the first one merges the parts, too."""
+        """Arguments of `_finish`; the first one merges the parts, too."""
         (first, second), pages = pair, step[0]
         operands: list[Any] = [self._lse, *self._partial, *step[1:], self._sinks, pages, pages.shape[1]]
         operands += [sum(self._parts)]

@@ -94,12 +94,12 @@ def _while_open(stack: list[Item], item: Item) -> Iterator[None]:
 
 
 def recording(receive: Receiver) -> AbstractContextManager[None]:
-    """While open, launches go to `receive(kernel, grid, arguments, constants)` and nothing is computed."""
+    """Context in which launches go to `receive(kernel, grid, arguments, constants)` and nothing is computed."""
     return _while_open(_recorder, receive)
 
 
 def compiled_for(level: int) -> AbstractContextManager[None]:
-    """While open, kernels are made for this level of NVIDIA's instructions, whatever the machine has."""
+    """Context in which kernels are made for this level of NVIDIA's instructions, whatever the machine has."""
     return _while_open(_compiled_for, level)
 
 
@@ -128,7 +128,7 @@ def tuning() -> Tuning:
 
 
 def tuned(sizes: Tuning) -> AbstractContextManager[None]:
-    """While open, decode attention is prepared with these sizes."""
+    """Context in which decode attention is prepared with these sizes."""
     return _while_open(_tunings, sizes)
 
 

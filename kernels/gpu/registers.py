@@ -48,7 +48,7 @@ class Form:
 
     @property
     def label(self) -> str:
-        """As a row of the table says it."""
+        """Label of a row of the table."""
         more = " ring" * self.ring + " scores" * self.scores
         return f"{self.formats}{more}, D={self.dim}, {self.kind}"
 

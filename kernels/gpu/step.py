@@ -138,7 +138,7 @@ class DeviceStep(FusedStep):
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, turn: tuple[Tensor, Tensor] | None = None
     ) -> Tensor:
-        """As of `FusedStep`; cosines and sines [S, D / 2] of `turn` rotate the query and the key first."""
+        """See `FusedStep`; cosines and sines [S, D / 2] of `turn` rotate the query and the key first."""
         lists, ring = replace(self._lists, offset=layer * self._lists.heads), self._ring
         if ring is None:
             q = self._write(lists, q, k, v, turn)

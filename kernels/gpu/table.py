@@ -144,7 +144,7 @@ class DeviceTable(PageTable):
         self._sums = torch.zeros(2, blocks, dtype=torch.int32, device=self.entries.device)
 
     def lookup(self, lists: Tensor, tier: int, slot: Tensor) -> tuple[Tensor, Tensor]:
-        """As `PageTable.lookup`; -1 for slot numbers below 0, which every kernel passes over."""
+        """See `PageTable.lookup`; -1 for slot numbers below 0, which every kernel skips."""
         lists, slot = lists.contiguous(), slot.contiguous()
         page, inside = (torch.empty(slot.shape, dtype=torch.int64, device=slot.device) for _ in range(2))
         launch(
@@ -192,7 +192,7 @@ class DeviceTable(PageTable):
     def tracked_slots(
         self, lists: Tensor, tier: int, fmt: PageFormat, width: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """As `PageTable.tracked_slots`; a score that is not tracked is 0, a position -1."""
+        """See `PageTable.tracked_slots`; a score that is not tracked is 0, a position -1."""
         held, kinds = torch.empty_like(lists), (torch.float32, torch.int64, torch.bool)
         score, pos, there = (torch.empty(len(lists), width, dtype=kind, device=lists.device) for kind in kinds)
         launch(
@@ -260,7 +260,7 @@ class DeviceTable(PageTable):
         return first
 
     def truncate(self, lists: Tensor, tier: int, count: Tensor) -> None:
-        """As `PageTable.truncate`; nothing happens where a list would grow, which is learnt of later."""
+        """See `PageTable.truncate`; a list that would grow is unchanged, which is reported later."""
         if self.pool.others is None:
             self._change(lists, tier, count, lists, release=True)
             return
@@ -319,7 +319,7 @@ class DeviceTable(PageTable):
         return sources, targets, counts
 
     def compact(self, lists: Tensor, tier: int, keep: Tensor, fmt: PageFormat, move: Move | None = None) -> None:
-        """As `PageTable.compact`; slots that `keep` has no column for are dropped.
+        """See `PageTable.compact`; slots that `keep` has no column for are dropped.
 
         Raises:
             ValueError: See `checks.movable`.
@@ -357,7 +357,7 @@ class DeviceTable(PageTable):
         pool.others = others
 
     def unshare(self, slots: list[tuple[int, Tensor, Tensor]]) -> None:
-        """As `PageTable.unshare`, for slots of different pages."""
+        """See `PageTable.unshare`, for slots of different pages."""
         for tier, lists, slot in slots:
             index = slot.clamp(min=0) // self.tokens_per_page[tier]
             self._unshare(lists, tier, index[:, None], (slot >= 0)[:, None])

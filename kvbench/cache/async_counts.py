@@ -66,7 +66,7 @@ class Rows:
 
     @property
     def looked_at(self) -> "Rows":
-        """As a policy's view shows them."""
+        """Counts in a policy's view."""
         return self if self.padding is None else Rows(self.padding.seen, self.numbers)
 
     def take(self, others: "Rows") -> None:

@@ -183,7 +183,7 @@ class Chunks:
             held()
 
     def _tiers(self, pos: list[Tensor], length: int) -> Tensor:
-        """int8 [H, length]: the planned tier of each position, `EVICT` where it is not held."""
+        """Planned tier of each position, int8 [H, length], `EVICT` where it is not held."""
         tier_of = torch.full((len(pos[0]), length + 1), EVICT, dtype=torch.int8, device=pos[0].device)
         for tier, positions in enumerate(pos):
             tier_of.scatter_(

@@ -1,4 +1,4 @@
-"""From a policy's tiers and a model's shape to page formats."""
+"""Page formats from a policy's tiers and a model's shape."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -52,7 +52,7 @@ class StoreOptions:
         check_settings(self, "store.")
 
     def on(self, device: torch.device) -> "StoreOptions":
-        """These options with `page_bytes=auto` resolved for a device."""
+        """Copy with `page_bytes=auto` resolved for a device."""
         is_tiled = self.page_bytes == "auto" and device.type == "cuda"
         return replace(self, page_bytes="tiles") if is_tiled else self
 

@@ -126,7 +126,7 @@ class Ledger:
         return fixed + self._paged_bytes(rows)
 
     def _paged_bytes(self, rows: Tensor) -> Tensor:
-        """int64 [S]: bytes of the pages of rows, of all kinds of layers."""
+        """Bytes of the pages of rows, int64 [S], of all kinds of layers."""
         local = self._num_pages(rows) * self._page_bytes
         return sum((each._paged_bytes(rows) for each in self._other_kinds), local)
 
@@ -141,7 +141,7 @@ class Ledger:
         return local + sum(each.table_slack_bytes for each in self._other_kinds)
 
     def _num_pages(self, rows: Tensor) -> Tensor:
-        """int64 [S]: pages of rows, on the first place's device."""
+        """Pages of rows, int64 [S], on the first part's device."""
         first, *others = self._parts
         total = first.pages.num_pages(rows)
         for part in others:

@@ -51,11 +51,11 @@ class TierMap:
         """By layer, its tiers with the heads int64 [h] of each; None = all heads."""
 
     def of(self, lists: Tensor) -> Tensor:
-        """int64, in the shape of `lists`: the tier of each list."""
+        """Tier of each list, int64 in the shape of `lists`."""
         return self._flat[lists % len(self._flat)]
 
     def where(self, tier: int, num_rows: int) -> Tensor:
-        """int64 [M]: which of the lists of so many rows, row-major, have a tier."""
+        """Indices int64 [M] of the lists of so many rows, row-major, that have a tier."""
         within = self._within.get(tier, self._flat[:0])
         rows = torch.arange(num_rows, device=self._device)[:, None] * len(self._flat)
         return (rows + within).flatten()
@@ -228,7 +228,7 @@ class Pages:
         return min(-(-slots // self.formats[tier].tokens_per_page), self.table.max_pages)
 
     def widths(self, lists: Tensor, numbers: Sequence[int] = ()) -> list[list[int]]:
-        """Per layer and tier, the pages of the longest list; `lists` int64 [S, L, H] of the rows `numbers`."""
+        """Pages of the longest list per layer and tier; `lists` int64 [S, L, H] of the rows `numbers`."""
         known = [self.width(numbers, tier) for tier in range(len(self.formats))]
         if None not in known:
             return [[width or 0 for width in known]] * lists.shape[1]

@@ -145,7 +145,7 @@ class CompressedStore:
 
     @property
     def layers(self) -> "list[tuple[CompressedStore, int]]":
-        """Of all layers that have keys and values, in the model's order, what `kind_of` gives."""
+        """Results of `kind_of` for all layers that have keys and values, in the model's order."""
         return [self.kind_of(layer) for layer in sorted(self.shape.kinds)]
 
     def kind_of(self, layer: int) -> "tuple[CompressedStore, int]":

@@ -94,7 +94,7 @@ class MeasuredTensors(LayerTensors):
         return self._chosen(self.measurer.shape.ranks.local(x, 0))
 
     def _chosen(self, x: Tensor) -> Tensor:
-        """Of what this process has of all heads, along the first dimension, that of `heads`."""
+        """Entries of `heads`, along the first dimension, of the local part of all heads."""
         return x if self._heads is None else x.unflatten(0, (self._num_heads, -1))[self._heads].flatten(0, 1)
 
     def _pooled(self, columns: Tensor, queries: int) -> Tensor:

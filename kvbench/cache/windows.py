@@ -23,7 +23,7 @@ from kvbench.policy import (
 
 
 def less_windows(options: StoreOptions, rows: int, held_bytes: int) -> StoreOptions:
-    """These options with the limit on pages reduced by the windows of so many rows, of `held_bytes` each."""
+    """Copy of options with the limit on pages reduced by the windows of so many rows, of `held_bytes` each."""
     assert options.budget_bytes is not None, "the caller looked"
     if options.budget_bytes <= rows * held_bytes:
         raise ValueError(

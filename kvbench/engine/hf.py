@@ -167,7 +167,7 @@ def attention(
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """No padding exists anywhere, so no mask is ever needed: causality is the attention function's business."""
+    """Mask function without a mask: there is no padding, and the attention function is causal."""
 
 
 AttentionInterface.register(NAME, attention)

@@ -80,7 +80,7 @@ def read_long(model: PreTrainedModel, num_logits: int, forward: Callable[[], Ten
 
 @torch.no_grad()
 def _head(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """fp32 [n, vocabulary]: the model's operations behind its last layer, with its scales and caps."""
+    """Output of the model's operations after its last layer, fp32 [n, vocabulary], with scales and caps."""
     with _replaced(model.base_model, BaseModelOutputWithPast(last_hidden_state=hidden[None])):
         ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
         out = model(input_ids=ids, use_cache=False, logits_to_keep=len(hidden), return_dict=True)

@@ -95,7 +95,7 @@ class PromptRoom:
         return not is_known
 
     def restore(self) -> bool:
-        """Has the next cache leave what the longest prompt took; False where the present one does."""
+        """Reserve the longest prompt's memory in the next cache; False where the present one does."""
         had, self.shrinks = self.shrinks, 0
         self._runner.spare_bytes = self._measured
         return had > 0

@@ -51,7 +51,7 @@ def _signed(number: int) -> int:
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """To the right, with zeros coming in."""
+    """Shift to the right, with zeros coming in."""
     return (x >> bits) & (2 ** (64 - bits) - 1)
 
 

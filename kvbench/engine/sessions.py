@@ -50,7 +50,7 @@ class Session(ABC):
         return False
 
     def attend_unrotated(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, turn: Turn) -> Tensor:
-        """As `attend`, of queries and keys before their rotation, whose cosines and sines [B * n, D / 2] are given."""
+        """See `attend`; queries and keys are unrotated, with cosines and sines [B * n, D / 2]."""
         raise NotImplementedError(f"{type(self).__name__} takes queries and keys as attention sees them")
 
     def trace(self, out: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ def best_so_far(costs: Sequence[float], qualities: Sequence[float], higher_is_be
 
 
 def is_cheaper(mine: Cost, theirs: Cost) -> bool:
-    """By more than a tie of 1 %, and not only on these samples: the paired 95 % interval says so too."""
+    """True if cheaper by more than a tie of 1 %, by the paired 95 % interval too."""
     if mine.shares is None or theirs.shares is None or mine.value >= (1 - TIE) * theirs.value:
         return False
     from scipy.stats import t  # slow to import

@@ -53,7 +53,7 @@ def rotated(query: Tensor, key: Tensor, turn: Turn) -> tuple[Tensor, Tensor]:
 
 
 def fuse(model: torch.nn.Module) -> tuple[int, int]:
-    """Has the decoder layers of a model run so, where that is tried to be the same; how many of how many."""
+    """Fuse the decoder layers of a model whose results stay the same; returns how many of how many."""
     layers = [layer for layer in model.modules() if hasattr(layer, "self_attn") and hasattr(layer, "mlp")]
     turns = Turns()
     done = sum([_fuse_layer(layer, turns) for layer in layers])

@@ -81,7 +81,7 @@ class _Reader:
         return struct.unpack(f"<{kind}", self.stream.read(size))[0]
 
     def text(self) -> str | None:
-        """None of one that is too long to be kept."""
+        """Text of a value; None of one that is too long to be kept."""
         length = self.number("Q")
         if length > _LARGEST:
             self.skip(length)

@@ -232,7 +232,7 @@ class Joint:
 
 
 def _join(module: torch.nn.Module) -> None:
-    """Has the layers of a module that are known to be given the same rows multiply them in one call."""
+    """Join the layers of a module that get the same rows, so that they multiply them in one call."""
     for names in JOINT:
         layers = [layer for name in names if isinstance(layer := module._modules.get(name), StreamedLinear)]
         if len(layers) == len(names) and len({(layer.in_features, layer.weight.dtype) for layer in layers}) == 1:

@@ -93,7 +93,7 @@ def forget_lengths(model: torch.nn.Module) -> None:
 
 
 def forget(embedding: _Embedding) -> None:
-    """Has an embedding see a text of one token, with which a table begins anew."""
+    """Run an embedding on a text of one token, which resets its table."""
     embedding(torch.zeros(1, 1, dtype=torch.int64))
 
 

@@ -168,7 +168,7 @@ class Policy:
 
     @property
     def prompt_only(self) -> bool:
-        """Whatever follows the prompt is kept whole and in 16 bits, and all of it is read."""
+        """True if everything after the prompt is kept whole and in 16 bits, and all of it is read."""
         new = self.tiers if self.by_layer is not None else self.tiers[:1]
         whole = all(tier.native or tier.k_bits == tier.v_bits == 16 for tier in new)
         acts = self.acts_in_decode or any((self.compaction, self.reading, self.residual))

@@ -16,7 +16,7 @@ from kvbench.policy.views import DecodeView
 
 
 def prompt_share(view: DecodeView, budget: Budget, base: Tensor | None = None) -> Tensor:
-    """int64 [S, L, H]: slots that each list may hold now, from its share of the prompt's plan, or from `base`.
+    """Slots that each list may hold now, int64 [S, L, H], from its share of the prompt's plan, or from `base`.
 
     With a ratio budget a list's share grows with the sequence (a prompt too short to have a share gets the ratio);
     otherwise it stays, and a prompt that fitted the budget grows up to it first.
@@ -132,7 +132,7 @@ class Protection:
         return view.instruction_tokens if self.of == "instruction" else self.sinks
 
     def room(self, view: DecodeView, allowed: Tensor) -> Tensor:
-        """int64 [S]: tokens that a list may hold where the budget allows so many: those that are first at least."""
+        """Tokens that a list may hold within a budget, int64 [S]; at least the first ones."""
         first = self.first_held(view)
         return torch.maximum(allowed, first) if isinstance(first, Tensor) else allowed.clamp(min=first)
 

@@ -199,11 +199,11 @@ class Ranked(ByLayer):
         return self.always(MAX_TOKENS)[1]
 
     def ranking(self, view: PrefillView) -> Tensor:
-        """fp32 [V, H, N] what the tokens of a prompt are ranked by. Default: the score."""
+        """Values fp32 [V, H, N] by which the tokens of a prompt are ranked. Default: the score."""
         return view.score
 
     def layer_weights(self, view: PrefillView) -> Tensor:
-        """fp64 [L], >= 0: worth of each layer of a prompt, for `allocation=preference`; the view has them all."""
+        """Weight of each layer of a prompt, fp64 [L], >= 0, for `allocation=preference`; the view has them all."""
         raise NotImplementedError(f"{type(self).__name__} does not define layer_weights")
 
     def prompt_budget(self, view: PrefillView) -> int:
@@ -270,7 +270,7 @@ class Ranked(ByLayer):
         return keep
 
     def _scores(self, view: PrefillView, free: slice) -> Tensor:
-        """fp32 [V, H, n] what tokens are ranked by, chunks made; the smallest number of those that are gone."""
+        """Values fp32 [V, H, n] by which tokens are ranked, chunks merged; the smallest number for dropped ones."""
         score = self.ranking(view)[..., free]
         if self.chunk > 1:
             score = chunk_means(score, _held(view, free), self.chunk)

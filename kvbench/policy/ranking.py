@@ -161,7 +161,7 @@ def whole_chunks(chosen: Tensor, held: Tensor, chunk: int, may_be_none: bool) ->
 
 
 def _chunk_of(tokens: Tensor, chunk: int) -> Tensor:
-    """Of tokens [.., n] the chunk of each, int64 [n]."""
+    """Chunk of each of tokens [.., n], int64 [n]."""
     return torch.arange(tokens.shape[-1], device=tokens.device) // chunk
 
 

@@ -95,7 +95,7 @@ class LayerTensors(ABC):
 
     @property
     def q_pos(self) -> Tensor:
-        """int64 [w] positions of the queries."""
+        """Positions of the queries, int64 [w]."""
         return torch.arange(self.tokens_seen - self.q.shape[1], self.tokens_seen, device=self.k.device)
 
     @property
@@ -133,7 +133,7 @@ class LayerTensors(ABC):
 
     @abstractmethod
     def low_counts(self) -> Tensor:
-        """fp32 [H, n]: minus the queries that attend to a key with less than 1 / (keys they see); of a prompt only."""
+        """Minus the count of queries with less than 1 / (keys they see) on a key, fp32 [H, n]; of a prompt only."""
 
     @abstractmethod
     def rotated(self, x: Tensor, position: Tensor) -> Tensor:
@@ -214,7 +214,7 @@ class Statistic(ABC):
 
     @abstractmethod
     def of_prompt(self, seen: LayerTensors) -> Tensor:
-        """fp32 [H, n], or with names in `also` [1 + len(also), H, n]; finite where the tensors are."""
+        """Score fp32 [H, n], or with names in `also` [1 + len(also), H, n]; finite where the tensors are."""
 
     def of_slots(self, seen: LayerTensors) -> Tensor:
         """Numbers of the slots of pages."""
@@ -238,7 +238,7 @@ class Statistic(ABC):
         return probability
 
     def of_channels(self, seen: LayerTensors) -> Tensor:
-        """fp32 [H, D]: worth of each channel of the keys of a prompt; plans get it as `view.channels`."""
+        """Worth of each channel of the keys of a prompt, fp32 [H, D]; plans get it as `view.channels`."""
         raise NotImplementedError(f"{type(self).__name__} does not define of_channels")
 
     def answers(self, what: Answer) -> bool:
@@ -343,7 +343,7 @@ class WithValueNorms(Statistic):
         return torch.cat([score.view(-1, *shape), self._norm(seen)[None]])
 
     def _norm(self, seen: LayerTensors) -> Tensor:
-        """fp32 [H, n], one query head at a time: a head's projected values are as wide as the model."""
+        """Norm fp32 [H, n], one query head at a time: a head's projected values are as wide as the model."""
         total = torch.zeros(seen.v.shape[:2], device=seen.v.device)
         weights = seen.grouped(seen.output_projection)
         for member in range(weights.shape[1]):

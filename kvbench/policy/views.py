@@ -167,7 +167,7 @@ class DecodeView(View):
 
     @abstractmethod
     def num_slots(self, tier: int) -> Tensor:
-        """int64 [S, L, H]: slots held in a tier."""
+        """Slots held in a tier, int64 [S, L, H]."""
 
     @abstractmethod
     def argmin(

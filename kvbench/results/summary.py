@@ -1,4 +1,4 @@
-"""From journal records to the numbers of `run.json`.
+"""Numbers of `run.json` from journal records.
 
 Means with 95 % intervals, and the paired difference to the full cache.
 

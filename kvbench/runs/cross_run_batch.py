@@ -184,7 +184,7 @@ class _Lane:
 
     @property
     def measures_alone(self) -> bool:
-        """No other run can measure its prompts for it."""
+        """True if no other run can measure its prompts for it."""
         from kvbench.engine.prompt_cache import from_queries, how_measured
 
         store = None if self._engine is None or not math.isfinite(self.at) else self._engine.store

@@ -26,7 +26,7 @@ class PlainConsole(Console):
         super().__init__(file=file, width=width, markup=False, emoji=False, force_jupyter=False)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """As `Console.render_str`, made visible before its width is measured."""
+        """See `Console.render_str`; the text is made visible before its width is measured."""
         return super().render_str(visible(text), **options)
 
     def on_broken_pipe(self) -> None:
@@ -34,7 +34,7 @@ class PlainConsole(Console):
         raise BrokenPipeError
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """As `Console.render`; what was no string is made visible here."""
+        """See `Console.render`; what was no string is made visible here."""
         for segment in super().render(renderable, options):
             if segment.control or (shown := visible(segment.text)) == segment.text:
                 yield segment

@@ -49,7 +49,7 @@ def unfit(records: Iterable[SampleRecord], what: Measure) -> str:
 
 
 def unfit_run(record: RunRecord) -> str:
-    """As `unfit`, from `run.json` alone, with fewer checks."""
+    """See `unfit`, from `run.json` alone, with fewer checks."""
     metric, answers = record.metrics.get(record.primary), record.task_aggregate.get("answers", {})
     if metric is None or metric.value is None or not metric.num_samples:
         return ""

@@ -151,7 +151,7 @@ _ALIKE = {
 
 
 def _prompt_scores(spec: ScoreSpec, num_tokens: int, is_even: bool) -> Tensor | None:
-    """fp32 [N]: scores of a prompt's keys from its queries, as `Shadow` says; None where no query counts."""
+    """Scores of a prompt's keys from its queries, fp32 [N], see `Shadow`; None where no query counts."""
     if not spec.measures_prompts:
         return None
     if spec.statistic.extremes is not None:
@@ -179,7 +179,7 @@ class ShadowPool(PagePool):
         return torch.zeros(1, 1, dtype=torch.uint8, device=device).expand(num_pages, self.page_bytes)
 
     def _copy_pages(self, pages: Tensor) -> None:
-        """There is nothing to copy."""
+        """No-op: there is nothing to copy."""
 
 
 class Shadow(Backend):
@@ -205,7 +205,7 @@ class Shadow(Backend):
         return field
 
     def _ignore(self, *operands: Any, **named: Any) -> None:
-        """There are no keys, no values and no bounds to write."""
+        """No-op: there are no keys, values or bounds to write."""
 
     write_keys = write_values = widen_bounds = _ignore
 

@@ -61,7 +61,7 @@ class Paired:
 
     @property
     def few_differ(self) -> bool:
-        """So few samples of a bounded score differ that only their number says something."""
+        """True if so few samples of a bounded score differ that only their number is informative."""
         return self.bounded and self.num_different < FEWEST_DIFFERENT
 
     @cached_property
@@ -187,7 +187,7 @@ class Paired:
 
     @cached_property
     def _counts(self) -> list[list[int]]:
-        """Of each group of pairs, how many both get right, this one alone, the other alone, and neither."""
+        """Counts of pairs per group: right in both, in this one alone, in the other alone, in neither."""
         groups = self.pairs or ()
         if self.strata.weighs_samples_alike:
             groups = [[pair for group in groups for pair in group]]

@@ -66,24 +66,24 @@ class Share:
         return replace(self, gap=self.gap.among(num_tests))
 
     def p_beyond(self, margin: float) -> float | None:
-        """As `Paired.p_beyond`, with a margin in shares of the whole as it was measured."""
+        """See `Paired.p_beyond`, with a margin in shares of the whole as it was measured."""
         return self.gap.p_beyond(margin * self.whole)
 
     def p_within(self, margin: float) -> float | None:
-        """As `Paired.p_within`, with a margin in shares of the whole as it was measured."""
+        """See `Paired.p_within`, with a margin in shares of the whole as it was measured."""
         return self.gap.p_within(margin * self.whole)
 
     def detectable(self, level: float = ALPHA) -> float | None:
-        """As `Paired.detectable`, in shares of the whole."""
+        """See `Paired.detectable`, in shares of the whole."""
         least = self.gap.detectable(level)
         return None if least is None else least / self.whole
 
     def needed(self, difference: float, level: float = ALPHA) -> int | None:
-        """As `Paired.needed`, in shares of the whole."""
+        """See `Paired.needed`, in shares of the whole."""
         return self.gap.needed(difference * self.whole, level)
 
     def needed_equal(self, margin: float, level: float) -> int | None:
-        """As `Paired.needed_equal`, in shares of the whole."""
+        """See `Paired.needed_equal`, in shares of the whole."""
         return self.gap.needed_equal(margin * self.whole, level)
 
     @cached_property

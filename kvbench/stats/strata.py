@@ -61,7 +61,7 @@ class Strata:
         return mean if self.values[0].ndim > 1 else float(mean)
 
     def map(self, change: Callable[[np.ndarray], np.ndarray]) -> "Strata":
-        """These subsets with each one's values changed by a function."""
+        """Subsets with each one's values mapped by a function."""
         return Strata(tuple(map(change, self.values)), self.weights)
 
 

@@ -30,7 +30,7 @@ def resamples_for(num_tests: int, least: int = RESAMPLES) -> int:
 
 
 def _pools(sizes: tuple[int, ...]) -> list[list[int]]:
-    """For each subset the subsets whose residuals it draws from: itself, or all small ones together."""
+    """Subset -> the subsets whose residuals it draws from: itself, or all small ones together."""
     small = [index for index, size in enumerate(sizes) if size < SMALL]
     for index in sorted(range(len(sizes)), key=lambda index: sizes[index]):
         if not small or sum(sizes[group] for group in small) >= SMALL:

@@ -11,7 +11,7 @@ _REPEAT_S = 1.0  # what swallows the first alarm gets another
 
 
 class OutOfTime(BaseException):
-    """Something took too long. No Exception, so that a library that catches all of these lets it through."""
+    """Time limit exceeded. No Exception, so that a library that catches all of these does not catch it."""
 
 
 @contextmanager

@@ -133,7 +133,7 @@ def equivalent(reference: str, answer: str) -> bool:
 
 
 def judge(reference: str, answer: str) -> bool | None:
-    """As `equivalent`; None where the answer cannot be judged in time, while the reference can.
+    """See `equivalent`; None where the answer cannot be judged in time, while the reference can.
 
     An unneeded tower of powers or integral is an answer like others; excluding it would favour the model that writes
     it.

@@ -1,4 +1,4 @@
-"""From a task's text to the tokens of a request: truncation from the middle, segments, gold tokens."""
+"""Tokens of a request from a task's text: truncation from the middle, segments, gold tokens."""
 
 import re
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""From measured trials to a choice: losses against the full cache, bytes, and the winner.
+"""Choice among measured trials: losses against the full cache, bytes, and the winner.
 
 It is the cheapest that loses no more than the margin, or has the highest score. Also the probability that a setting is
 confirmed that should not be.
@@ -117,7 +117,7 @@ def losses_of(trial: Trial, reference: Trial, criterion: str, rule: Rule) -> tup
 
 
 def accepts(rule: Rule, measured: Measured) -> bool:
-    """Is the loss within the margin, and did every sample end well?"""
+    """True if the loss is within the margin, and every sample ended well."""
     estimate = measured.losses.get(rule.criterion)
     if estimate is None or measured.num_failed:
         return False
@@ -259,7 +259,7 @@ def false_confirmations(
 
 
 def _accepted(losses: np.ndarray, rule: Rule) -> np.ndarray:
-    """For which columns the rule's bound of the mean loss is within the margin."""
+    """Mask of the columns whose bound of the mean loss is within the margin."""
     means = losses.mean(axis=0)
     if rule.proof == "mean":
         return means <= rule.margin

@@ -146,7 +146,7 @@ def opened(folder: Path, sweep: Sweep, decides: dict[str, Any]) -> Iterator[tupl
 
 
 def load_samples(cfg: DictConfig, plan: Plan, parts: Loaders, model: LoadedModel, prefix: str = "calibrate") -> TaskSet:
-    """As many samples of each subset as both sets of the plan need, or all within a limit; generated tasks make them.
+    """Load as many samples of each subset as both sets of the plan need, or all within a limit.
 
     Raises:
         ValueError: The task has no gold answers, and the criterion needs them.

@@ -175,6 +175,6 @@ def greedy(
 
 
 def spaced(tables: Sequence[str], count: int) -> list[str]:
-    """So many of the tables, evenly spaced, both ends among them."""
+    """Evenly spaced selection of `count` tables, both ends among them."""
     last, steps = len(tables) - 1, min(count, len(tables)) - 1
     return [tables[round(index * last / max(1, steps))] for index in range(steps + 1)]

@@ -144,7 +144,7 @@ def is_right(reference: str, answer: str) -> bool | None:
 
 
 def find_gradable(text: str) -> str | None:
-    """As `find_answer`; None also for one without a digit."""
+    """See `find_answer`; None also for one without a digit."""
     answer = find_answer(text)
     return answer if answer is not None and any(map(str.isdigit, answer)) else None
 

@@ -1,4 +1,4 @@
-"""From what a model wrote to the program that is graded: the code in it is found by its syntax; nothing of it runs."""
+"""Extracts the program to grade from a model's text: code is recognised by its syntax; nothing of it runs."""
 
 import ast
 import builtins
@@ -52,7 +52,7 @@ def build_program(prompt: str, entry_point: str, completion: str) -> str:
 
 
 class _Search:
-    """Looks for code in one answer, and parses only so much on the way."""
+    """Search for code in one answer, with a bound on parsing."""
 
     def __init__(self, prompt: str, entry_point: str, answer: str) -> None:
         # Some rows of MBPP+ end with the quotes of their docstring.

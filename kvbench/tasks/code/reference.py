@@ -34,7 +34,7 @@ _FIELDS = tuple(CodeRow.__annotations__)
 
 
 class UnusableRow(ValueError):
-    """No answer can be graded against a row; the message says why."""
+    """Row against which no answer can be graded; the message says why."""
 
 
 @dataclass(frozen=True)

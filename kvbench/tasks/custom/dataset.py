@@ -54,7 +54,7 @@ def unused_fields(row: Mapping[str, Any], metric: str, settings: Collection[str]
     Args:
         row: Any JSON object; a field that is null counts as missing.
         metric: What the row is graded by.
-        settings: Full names of the settings of the prompts of all rows, such as `task.answer_prefix`.
+        settings: Full names of settings of all rows' prompts, such as `task.answer_prefix`.
 
     Raises:
         ValueError: A field has the name of a setting, or is a misspelt field.

@@ -33,7 +33,7 @@ class DriftSet(TaskSet):
         }
 
     def aggregate(self, records: Iterable[dict]) -> dict:
-        """As `TaskSet`, and `free`: each score over the free answers."""
+        """See `TaskSet`, and `free`: each score over the free answers."""
         records = list(records)
         result = super().aggregate(records)
         by_metric: dict[str, dict[str, list[float]]] = {name: {} for name in self.metrics}

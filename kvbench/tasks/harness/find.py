@@ -260,7 +260,7 @@ def leaves_of(name: str, index: Mapping[str, Any]) -> list[str]:
 
 @contextmanager
 def _offline() -> Iterator[None]:
-    """No network for the data libraries: their client retries for half a minute where there is none."""
+    """Context without network for the data libraries: their client retries for half a minute where there is none."""
     import datasets
     from huggingface_hub import constants
 

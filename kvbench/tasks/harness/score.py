@@ -110,7 +110,7 @@ class HarnessTaskSet(TaskSet):
         return scores
 
     def aggregate(self, records: Iterable[dict]) -> dict:
-        """As `TaskSet.aggregate`, and further `lm_eval`: task -> metric -> what lm-eval itself would report.
+        """See `TaskSet.aggregate`, and further `lm_eval`: task -> metric -> what lm-eval itself would report.
 
         Metrics of a whole corpus (F1, Matthews correlation, BLEU, perplexity) are only there.
         """

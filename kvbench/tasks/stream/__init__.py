@@ -32,7 +32,7 @@ class TextSet(TaskSet):
         return {"accuracy": float((outcome.fidelity or {})["gold_argmax_share"])}
 
     def aggregate(self, records: Iterable[dict]) -> dict:
-        """As `TaskSet`, without answers."""
+        """See `TaskSet`, without answers."""
         result = super().aggregate(records)
         result.pop("answers", None)
         return result
@@ -43,7 +43,7 @@ class StreamSet(TextSet):
     """Streams."""
 
     def aggregate(self, records: Iterable[dict]) -> dict:
-        """As `TextSet`; `tokens` have what the texts cost by word and by byte, too."""
+        """See `TextSet`; `tokens` have what the texts cost by word and by byte, too."""
         records = list(records)
         result = super().aggregate(records)
         if "tokens" in result:
