@@ -1,4 +1,4 @@
-"""Page tables of all lists, and the bookkeeping of slots on them.
+"""Page tables of all lists, and slot allocation on them.
 
 A *list* is the cache of one (row, layer, KV head); its number is (row * layers + layer) * heads + head. Tier 0 grows
 from the left of the list's table row, tier 1 from the right. Tiers 2 and 3 share a second table in the same way.
@@ -20,7 +20,7 @@ class PageTable:
     """Map of slot i of tier t of every list to its page.
 
     Args:
-        pool: Where pages come from.
+        pool: Source of the pages.
         tokens_per_page: Slots per page of each tier.
         rows: Sequences that can be held at once.
         layers: Layers.
@@ -47,7 +47,7 @@ class PageTable:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of tables and counters, as the tensors hold them."""
+        """Bytes of the tensors of tables and counters."""
         return self.entries.nbytes + self.further.nbytes + self.num_slots.nbytes
 
     def row_bytes(self, max_slots: int | None = None) -> int:
@@ -106,7 +106,7 @@ class PageTable:
                 entry = self._entry(lists, owner, tier, pages_before[owner] + index)
                 self._table(tier).view(-1)[entry] = ids.to(torch.int32)
             self.num_slots[tier, lists] = (before + count).to(torch.int32)
-        except BaseException:  # pages that no table names would be lost for good
+        except BaseException:  # allocated pages in no table would leak
             self.pool.undo_allocate(ids.numel())
             raise
         return before
@@ -124,12 +124,12 @@ class PageTable:
         self.pool.release(self._table(tier).view(-1)[entry])
         try:
             self.num_slots[tier, lists] = count.to(torch.int32)
-        except BaseException:  # a page that a table names must not be free
+        except BaseException:  # a page in a table must not be free
             self.pool.undo()
             raise
 
     def share(self, old: Tensor, new: Tensor) -> None:
-        """Lets empty lists hold what others hold; a page is copied once one of its holders writes to it (`unshare`).
+        """Shares the pages of lists with empty lists; a page is copied before one of its holders writes (`unshare`).
 
         Args:
             old, new: int64 [M] lists.
@@ -144,21 +144,21 @@ class PageTable:
             raise
 
     def _copy_entries(self, old: Tensor, new: Tensor) -> None:
-        """Lets lists name the pages that others name."""
+        """Copies table entries and slot counts of lists to other lists."""
         self.entries[new] = self.entries[old]
         if len(self.further):
             self.further[new] = self.further[old]
-        self.num_slots[:, new] = self.num_slots[:, old]  # last: until then the new lists hold nothing
+        self.num_slots[:, new] = self.num_slots[:, old]  # last: until then the new lists are empty
 
     def unshare(self, slots: list[tuple[int, Tensor, Tensor]]) -> None:
-        """Gives lists pages of their own where a page with a slot of theirs is held by others, too.
+        """Copies shared pages for lists that will write to the given slots (copy-on-write).
 
-        Call it before anything is written to these slots. One page more than needed is taken where all holders of a
-        page write in the same call.
+        Call it before these slots are written. If all holders of a page write in the same call, one page more than
+        necessary is copied.
 
         Args:
-            slots: (tier, lists int64 [M], slots int64 [M] that they hold), tier by tier; a slot may come twice, and one
-                below 0 is passed over.
+            slots: (tier, lists int64 [M], held slots int64 [M]) per tier; a slot may occur twice, and one below 0 is
+                skipped.
 
         Raises:
             PoolExhausted: The pool is exhausted; nothing was changed.
@@ -192,7 +192,7 @@ class PageTable:
             table.scatter_(0, where, ids)  # needs no memory
 
     def unshare_all(self, lists: Tensor) -> None:
-        """See `unshare`, for everything that lists (int64 [M]) hold."""
+        """Calls `unshare` for all slots of lists (int64 [M])."""
         if self.pool.others is None:
             return
         slots = []
@@ -202,7 +202,7 @@ class PageTable:
         self.unshare(slots)
 
     def plan_compaction(self, lists: Tensor, tier: int, keep: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Moves that make the kept slots the first ones; survivors from the end fill the lowest holes first.
+        """Plans moves that bring the kept slots to the front; kept slots from the end fill the lowest holes first.
 
         Args:
             lists: int64 [M].
@@ -230,8 +230,8 @@ class PageTable:
             lists: int64 [M], distinct; they share no page with others.
             tier: Tier index; fmt: its page format.
             keep: bool [M, n] over slot numbers.
-            move: Moves slots (page and slot of the source, page and slot of the target, int64 [moves] each); tables on
-                a device move their own.
+            move: Moves slots (page and slot of the source, page and slot of the target, int64 [moves] each); unused by
+                tables on a device.
         """
         owner, source, target, count = self.plan_compaction(lists, tier, keep)
         move(*self.lookup(lists[owner], tier, source), *self.lookup(lists[owner], tier, target))
@@ -261,24 +261,24 @@ class PageTable:
         done: list[tuple[Tensor, int, Tensor]],
         live: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Checks a step's plan against its lists, and takes the slots that it needs.
+        """Checks a step's plan against its lists, and reserves its slots.
 
         Args:
             lists: int64 [M].
-            tier: Where new tokens go.
-            slot, goes_to, goes_at: The plan, whole numbers [M] or of a shape with M entries; None as in `DecodePlan`.
-            acts: Slots may be overwritten.
-            unshare_all: Take everything that the lists hold out of shared pages, not only what is written to.
-            done: Takes (lists, tier, slots before) of everything that was reserved.
-            live: int64 [M], 0 for lists that take no part, whatever the plan says of them; only on a device.
+            tier: Tier of new tokens.
+            slot, goes_to, goes_at: The plan, integers [M] or of a shape with M entries; None as in `DecodePlan`.
+            acts: True if slots may be overwritten.
+            unshare_all: Copy all shared pages of the lists, not only those that are written.
+            done: Output list of reservations (lists, tier, slots before).
+            live: int64 [M], 0 for lists that are skipped, whatever their plan; only on a device.
 
         Returns:
-            Page and slot in it, int64 [tiers, M]: in `tier` of what comes in, in the others of what goes there, page -1
-            for nothing; and int32 [3], 1 where a slot, a tier, or a slot in it broke the rules, or None where they were
+            Page and slot within it, int64 [tiers, M]: in `tier` of the incoming token, in the others of a demoted one,
+            page -1 for none; and int32 [3], 1 where a slot, a tier, or a slot in it is invalid, or None if the plan was
             checked before.
 
         Raises:
-            PoolExhausted: Too few pages; what was reserved is in `done`.
+            PoolExhausted: Too few pages; `done` has the reservations so far.
         """
 
         def reserved(which: int, wanted: Tensor) -> Tensor:
@@ -313,7 +313,7 @@ class PageTable:
     # Python.
 
     def tier(self, tier: int, fmt: PageFormat, width: int, rotation: KeyRotation | None) -> TierTable:
-        """A tier of all lists as a step reads it, `width` pages per list at most."""
+        """Kernel operand of a tier of all lists, at most `width` pages per list."""
         raise NotImplementedError("tables in main memory name the pages of a step")
 
     def find_extreme(
@@ -332,14 +332,14 @@ class PageTable:
         raise NotImplementedError("in main memory the fields of pages are gathered")
 
     def tell(self, post: Callable[[Tensor, Callable[[], Callable[[list[int]], None]]], None]) -> None:
-        """Posts the pool's state to the host, where tables are on a device."""
+        """Posts the pool's state to the host; only tables on a device need it."""
 
     def used_page_ids(self) -> Tensor:
         """All page ids in the tables, int64, one per holder; walks every list. For checks and recounts."""
         return self._pages_of(torch.arange(self.num_lists, device=self.entries.device))
 
     def _pages_of(self, lists: Tensor) -> Tensor:
-        """The page ids of lists (int64 [M]), tier by tier."""
+        """Page ids of lists (int64 [M]), tier by tier."""
         ids = []
         for tier in range(self.num_tiers):
             owner, index = _spread(self.num_pages(tier)[lists])
@@ -357,7 +357,7 @@ class PageTable:
         return self.max_pages - 1 - index if tier % 2 else index
 
     def _check_room(self, lists: Tensor, tier: int, pages_after: Tensor) -> None:
-        """Two tiers in one table must not cross, before anything is written."""
+        """Raises ValueError if two tiers would overlap in a table row, before anything is written."""
         used = pages_after
         if (other := tier ^ 1) < self.num_tiers:
             used = used + -(-self.num_slots[other, lists].long() // self.tokens_per_page[other])
@@ -377,6 +377,6 @@ def _spread(count: Tensor) -> tuple[Tensor, Tensor]:
     """Expand `count[m]` (int64 [M]) entries of every list m: each entry's list, and its index within it."""
     end = count.cumsum(0)
     index = torch.arange(int(count.sum()), device=count.device)
-    # Not repeat_interleave, which wakes other threads on a CPU, for two numbers too.
+    # Not repeat_interleave, which wakes other threads on a CPU even for two numbers.
     owner = torch.searchsorted(end, index, right=True)
     return owner, index - (end - count)[owner]
