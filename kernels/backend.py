@@ -118,7 +118,7 @@ class Backend(DecodeOperations, PromptOperations, WindowOperations):
                 `rotation` [S, m * T, D / 2] for all layers alike.
             num_q_heads: Query heads.
             seen: int64 [S] tokens before the incoming one.
-            target: Where the new token is written; None behind a ring.
+            target: Where the new token is written; None with a ring.
             ring: Residual buffers, or None.
             scores: Update of the tracked scores; they are not returned.
             softmax: Caps and sinks of all layers.
@@ -155,7 +155,7 @@ class Backend(DecodeOperations, PromptOperations, WindowOperations):
             tiers: Of all lists, the new token counted.
             shape: (layers, heads).
             rows: int64 [S] rows of the step's sequences.
-            held: Keys and values in pages, int64 [S, L, H] each, behind a ring; None = the tables' counts.
+            held: Keys and values in pages, int64 [S, L, H] each, with a ring; None = the tables' counts.
             scores: Update of the tracked scores, or return of each layer's.
             strip: Cosine and sine, fp32 [S, D / 2], of the angles that keys are rotated by before they are written;
                 None = they are written as they come.

@@ -4,7 +4,7 @@ A page is a run of `page_bytes` bytes that holds the slots of one (sequence, lay
 in order (T slots of D channels):
 
 - K codes [D * k_bits / 8, T]: transposed, planar: byte w of a slot holds channels w, w + W, w + 2W, ... (W bytes); of 3
-  bits the lower two come first, and behind them the third; of 5 bits the lower four, and the fifth; of keys with fewer
+  bits the lower two come first, and after them the third; of 5 bits the lower four, and the fifth; of keys with fewer
   channels than values, the first ones
 - V codes [T, D * v_bits / 8]: slot after slot, planar too
 - K scale, K zero: fp16 [groups, T] on axis token, [T / group, D] on axis channel; a scale is a byte where `codes` says
@@ -17,8 +17,8 @@ in order (T slots of D channels):
   them
 
 16-bit sides hold the elements themselves (two bytes, fp16 or bf16), `native` fp32 models four. T is a multiple of 8, so
-every region starts on a multiple of 16 bytes without padding (of 8, behind an odd number of elements kept apart).
-Scores and positions lie inside the page, behind everything that attention reads. Side arrays sized for the tier with
+every region starts on a multiple of 16 bytes without padding (of 8, after an odd number of elements kept apart).
+Scores and positions lie inside the page, after everything that attention reads. Side arrays sized for the tier with
 the most slots per page would leave part of them unused in the others: 48 of 112 slots in a high page of DiffKV at D=64
 (7,168 B; K8V4 holds 64 slots, K4V2 112).
 """
@@ -285,7 +285,7 @@ def choose_page_bytes(slots: Sequence[SlotFormat], *, tiled: bool = False) -> in
     Args:
         slots: The formats of all tiers, one head dim.
         tiled: Take only sizes at which every format has whole tiles of 64 slots (whole key groups, where keys share
-            scales over tokens), if there are such: the rest of a page behind its last tile takes another code path.
+            scales over tokens), if there are such: the rest of a page after its last tile takes another code path.
 
     Returns:
         Page size in bytes, a multiple of 16.

@@ -39,7 +39,7 @@ class Softmax:
         return self if self.sinks is None else replace(self, sinks=self.sinks[layer])
 
     def capped(self, logits: Tensor) -> Tensor:
-        """The logits behind the cap; of minus infinity, which masks a key, use it before that is put there."""
+        """The logits after the cap; of minus infinity, which masks a key, use it before that is put there."""
         return torch.tanh(logits / self.cap) * self.cap if self.cap else logits
 
     def probabilities(self, logits: Tensor) -> Tensor:
@@ -182,7 +182,7 @@ class TierPages:
         fmt: The tier's page format.
         ids: int64 [S, H, m] page ids in slot order; entries past a list's end are ignored.
         num_k: int64 [S, H] keys held; slot i < num_k is read.
-        num_v: int64 [S, H] values held (differs from `num_k` only behind a residual buffer).
+        num_v: int64 [S, H] values held (differs from `num_k` only with a residual buffer).
         rotation: Rotation of the stored keys: fp32 angles [S, m * T, D / 2], or positions in order; or None.
         channels: Scales of keys that belong to a channel for good, or None where a page has its own.
         offset: fp32 [H, D] what keys were stored less, which is added before they are rotated; or None. Only the

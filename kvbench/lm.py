@@ -242,7 +242,7 @@ class KvbenchLM(LM):
         return totals
 
     def _windows(self, text: str) -> Iterator[tuple[list[int], list[int]]]:
-        """lm-eval's windows of a text: context, and the tokens that are scored behind it."""
+        """lm-eval's windows of a text: context, and the tokens that are scored after it."""
         tokenizer = self.model.tokenizer
         begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
         ids = tokenizer.encode(text)

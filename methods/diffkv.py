@@ -26,7 +26,7 @@ class DiffKV(kv.Policy):
         window: Last tokens that stay high, the incoming one included; >= 1.
         high: Tier of significant tokens.
         low: Tier of less significant ones.
-        queries: Queries that a token is scored by: -1 all from the token itself on, `later` all behind it, in decode
+        queries: Queries that a token is scored by: -1 all from the token itself on, `later` all after it, in decode
             steps too (section 4); > 0 of the prompt the last so many (released: 64).
         threshold: `N`: thresholds alpha / prompt length, as the calibration section, Algorithm 1 and the released code
             have it. `i`: alpha / (1-based position), as section 4 says.

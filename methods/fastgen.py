@@ -14,7 +14,7 @@ ROWS = 256  # queries whose attention lies in memory at once
 
 @dataclass(frozen=True)
 class Profile(kv.Statistic):
-    """Attention that a token receives, summed over queries; as `far`, the part from queries far behind it."""
+    """Attention that a token receives, summed over queries; as `far`, the part from queries far after it."""
 
     local: float
     also: ClassVar[tuple[str, ...]] = ("far",)

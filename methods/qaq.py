@@ -59,7 +59,7 @@ class QAQ(kv.Policy):
         key_error: Square of the error of attention logits that is tolerated; larger = fewer bits.
         value_error: Square of the error of the output that is tolerated; larger = fewer bits.
         largest_query: Largest element of a query, by which errors of keys count.
-        window: Last queries whose attention decides; the tokens behind the first of them have the higher bits.
+        window: Last queries whose attention decides; the tokens after the first of them have the higher bits.
         native: Store the model's own dtype instead (lossless; for tests).
 
     Source: ClubieDong/QAQ-KVCacheQuantization src/quantizer.py (Dong et al. 2024, arXiv 2403.04643): precision per

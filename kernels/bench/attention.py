@@ -152,7 +152,7 @@ class Settings(Common):
         return made
 
     def _formats(self, cell: dict) -> list[str]:
-        """The formats of a cell: one tier alone lies behind a residual buffer."""
+        """The formats of a cell: one tier alone has a residual buffer."""
         return [name for name in self.formats if not (cell.get("ring") and "+" in name)]
 
     def need_bytes(self, cell: dict, device: str) -> int:

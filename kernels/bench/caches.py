@@ -283,7 +283,7 @@ def paged_error(
         errors.append(relative_error(out[index], exact))
         if group:
             got, wanted = torch.cat([s[index] for s in scores], -1), reduce_group(prob, group, 1)
-            width = min(got.shape[-1], wanted.shape[-1])  # a page's slots behind the last token, or the ring's tokens
+            width = min(got.shape[-1], wanted.shape[-1])  # a page's slots after the last token, or the ring's tokens
             paged = live[:, :width]
             if ring is not None:
                 paged = torch.arange(width, device=k.device) < tiers[0].num_k[index, :, None]

@@ -4,7 +4,7 @@ Operations without a kernel in this folder run in plain torch, much slower, and 
 levels are a table, sums that are no sums, and reading back all that a list with a residual buffer holds. Which slot
 lies where is kept on the device, too (`table`).
 
-Capture-safe, once warmed up, are all operations but `gather_dense` behind a residual buffer, which reads how long the
+Capture-safe, once warmed up, are all operations but `gather_dense` with a residual buffer, which reads how long the
 lists are; of `DeviceTable` those that do not look at the pool.
 """
 

@@ -164,7 +164,7 @@ def nvidia_tool(name: str, *options: str, binary: bytes) -> str:
 
 
 def parse_sass(sass: str) -> tuple[list[str], dict[str, int]]:
-    """Instructions in a disassembly by nvdisasm, and of each label the index of the instruction behind it."""
+    """Instructions in a disassembly by nvdisasm, and of each label the index of the instruction after it."""
     lines: list[str] = []
     labels: dict[str, int] = {}
     for line in sass.splitlines():

@@ -238,7 +238,7 @@ class ListTier:
 
 @dataclass(frozen=True)
 class _Launch:
-    """Shared part of a kernel's launches: its grid, the arguments behind a layer's own, and its constants."""
+    """Shared part of a kernel's launches: its grid, the arguments after a layer's own, and its constants."""
 
     grid: tuple[int, int]
     operands: list[Any]
@@ -285,7 +285,7 @@ class Attention:
         self._absent = absent = self._lse  # where a kernel does not look at a tensor
         self._tiers, self._out, self._lists = tiers, out, lists
         self._sinks = absent if softmax.sinks is None else softmax.sinks
-        # Exponentials are at most 1: fp16 holds them as well as the products behind them.
+        # Exponentials are at most 1: fp16 holds them as well as the products after them.
         kind = torch.float32 if operand == tl.float32 else torch.float16
         self._kept = [(absent, absent)] * len(tiers)
         if how.group:

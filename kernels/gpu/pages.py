@@ -373,5 +373,5 @@ def _write(
         page, slot, pages, pages, count, pages.shape[1], count, 0, 0, 0, BM=rows, KEYS=side == "k", D=fmt.slot.head_dim,
         T=fmt.tokens_per_page, META_FIRST=fmt.slot.channel_keys, FROM=0 if source is None else 2, HALF=0,
         S_T=fmt.tokens_per_page, SIDE=layout, SOURCE=layout,
-        enable_fp_fusion=False,  # a product that is rounded only with the sum behind it can round a code the other way
+        enable_fp_fusion=False,  # a product that is rounded only with the sum after it can round a code the other way
     )  # fmt: skip

@@ -252,7 +252,7 @@ def float8_values(raw, CODE: tl.constexpr):
 
 @triton.jit
 def capped(logit, CAP: tl.constexpr):
-    """Logits of base 2 behind a soft cap, CAP * tanh(logit / CAP)."""
+    """Logits of base 2 after a soft cap, CAP * tanh(logit / CAP)."""
     shrunk = tl.exp2(tl.abs(logit) * (-2.0 * 1.4426950408889634 / CAP))
     return tl.where(logit < 0, -CAP, CAP) * (1.0 - shrunk) / (1.0 + shrunk)
 

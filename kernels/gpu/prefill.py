@@ -2,7 +2,7 @@
 
 Column sums take two passes. The first finds every counted query's maximum and sum of exponentials, and is left out
 where torch's own fused attention of the prompt gave their log-sum-exp (`reference/prompts.py`). In the second each
-program owns a block of keys and goes over the queries behind it, so that no two programs add to the same sum. Keys are
+program owns a block of keys and goes over the queries after it, so that no two programs add to the same sum. Keys are
 the rows of its products, so that the sum over queries stays within a warp; the log-sum-exp stands in the exponent, and
 only the tiles that the diagonal cuts are masked. Nothing of size N x N is ever written. Capture-safe.
 """

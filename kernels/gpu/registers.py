@@ -36,7 +36,7 @@ class Form:
         formats: Names of `caches.slot_format` joined by +, a tier each; `columns` = column scores.
         dim: Channels of a head.
         kind: Type of the queries, a name of `KINDS`, and of elements that are not coded.
-        ring: Behind a residual buffer.
+        ring: With a residual buffer.
         scores: With scores that are added to what pages track.
     """
 

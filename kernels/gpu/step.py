@@ -2,7 +2,7 @@
 
 Kernels find pages and counts through the tables of all layers: no torch kernel runs between two launches, and the host
 reads nothing back. A layer writes its token, attends, and merges what its parts found; where there are residual
-buffers, what leaves them after attention is quantised for all layers at once, behind the last one.
+buffers, what leaves them after attention is quantised for all layers at once, after the last one.
 """
 
 from dataclasses import replace

@@ -80,7 +80,7 @@ def _key_scales(
 def key_metadata(base, start, held, D: tl.constexpr, T: tl.constexpr, BT: tl.constexpr, SIDE: tl.constexpr):
     """Scales and zeros of a block's keys, (scale, zero) plane after plane, or of the block where a slot has one scale.
 
-    They are loaded before the block's first product: 2 bytes each cannot be loaded ahead by the pipeline, and behind a
+    They are loaded before the block's first product: 2 bytes each cannot be loaded ahead by the pipeline, and after a
     product's barriers each would be waited for by itself.
     """
     t, w = start + tl.arange(0, BT), tl.arange(0, SIDE.WP)

@@ -69,7 +69,7 @@ def dequantize(codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int, *, 
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Packs codes along the last axis, planar: byte w holds elements w, w + W, w + 2W, ... from the low bits up.
 
-    Codes of 3 bits are packed as their two lower bits, and behind those the third; codes of 5 bits as their 4 lower
+    Codes of 3 bits are packed as their two lower bits, and after those the third; codes of 5 bits as their 4 lower
     bits and the fifth.
 
     Args:

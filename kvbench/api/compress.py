@@ -1,7 +1,7 @@
 """transformers' own `generate` over a compressed cache.
 
 Inside `compress`, the model's `forward` is redirected to a `Runner`: a prompt of a batch is read row by row without its
-padding, each later token is one step for all rows, and a later turn of a conversation is read behind what a row holds,
+padding, each later token is one step for all rows, and a later turn of a conversation is read after what a row holds,
 as the engine does it. Only the object is changed, never its class, and the change ends with the block.
 """
 
@@ -57,7 +57,7 @@ class CompressedCache(_Cache):
         self._rows: list[int] = []
         self._columns = Columns()
         self._batch = BatchCache(self, 0, None)  # of the last prompts
-        self._lock = threading.RLock()  # a pass is whole: other threads come before it or behind it
+        self._lock = threading.RLock()  # a pass is whole: other threads come before it or after it
         self._left = 0  # tokens that each row still has room for
         self._last: list[dict[str, int]] = []  # the ledgers of rows that are closed
 
@@ -221,7 +221,7 @@ class BatchCache(_Cache):
     Args:
         cache: That of the block.
         number: Of the batch in the block, from 1 on.
-        new_tokens: Most tokens that are read behind a prompt; None = all that the context has room for.
+        new_tokens: Most tokens that are read after a prompt; None = all that the context has room for.
 
     Attributes:
         is_read: The prompts were read; False until `generate` reads them.
@@ -298,7 +298,7 @@ def compress(
         model: A causal language model with full attention in some of its layers, under any attention implementation.
         method: Name in conf/method, or a policy.
         backend: `auto` or the name of a backend.
-        room_tokens: Most tokens that come behind a prompt, those of later turns included, >= 1; None = max_new_tokens,
+        room_tokens: Most tokens that come after a prompt, those of later turns included, >= 1; None = max_new_tokens,
             and where `generate` is handed the cache or returns it, all that the model's context has room for.
         **settings: Of the method, for example `bits=2`.
 

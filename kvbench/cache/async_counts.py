@@ -30,7 +30,7 @@ class Padding:
     """Device tensors that mark live rows and padding rows.
 
     Args:
-        live: int64 [S], 1 for a row and 0 behind the last one.
+        live: int64 [S], 1 for a row and 0 after the last one.
         seen: int64 [S] rows whose numbers a step looks at: what pads looks like the first row, so that it breaks no
             rule of a plan.
     """

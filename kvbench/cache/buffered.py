@@ -289,7 +289,7 @@ class Buffered(Paged):
 
 
 class BufferedStep(PagedStep):
-    """A decode step behind a residual buffer: nothing is evicted, and tokens that leave the rings are quantised."""
+    """A decode step with a residual buffer: nothing is evicted, and tokens that leave the rings are quantised."""
 
     holding: Buffered
 

@@ -67,7 +67,7 @@ class EvictionDue:
 
     def __init__(self, policy: Policy, plans: CheckedPlans, counts: AsyncCounts, posts: bool) -> None:
         is_periodic = policy.compaction is not None and not policy.compaction.when_full
-        self._happens = is_periodic and policy.residual is None  # tokens behind rings are not evicted
+        self._happens = is_periodic and policy.residual is None  # no eviction with rings
         self._plans, self._counts, self._posts = plans, counts, posts
         self._due: dict[int, int] = {}
 

@@ -75,7 +75,7 @@ class ModelShape:
     Args:
         device: Device of the cache; of a model on several, the first one, where plans are made.
         inv_freq: Rotary inverse frequencies fp32 [D_rot / 2], or None when keys cannot be re-rotated.
-        output_projections: Per layer, the model's own weight [E, Hq * D] behind attention, or None when not found; of
+        output_projections: Per layer, the model's own weight [E, Hq * D] after attention, or None when not found; of
             heads that are divided among processes, this one's columns.
         key_biases: Per layer, the bias of the key projection [H * D], of the heads of this process; None where not
             every layer has one that is added to keys as they are.
@@ -187,7 +187,7 @@ class ModelShape:
 
 
 def most_slots(policy: Policy, prompt_tokens: int, new_tokens: int) -> int:
-    """Most slots of one list over all tiers behind a prompt and along its answer, by which a page table is sized."""
+    """Most slots of one list over all tiers after a prompt and along its answer, by which a page table is sized."""
     return min(policy.max_slots(prompt_tokens, new_tokens), prompt_tokens + new_tokens)
 
 

@@ -413,7 +413,7 @@ def track(pages: Pages, lists: Tensor, pos: list[Tensor], score: Tensor | None) 
 
 
 def padded(pos: Tensor, width: int) -> Tensor:
-    """Positions [H, slots] with -1 behind them, [H, width]."""
+    """Positions [H, slots] with -1 after them, [H, width]."""
     out = pos.new_full((len(pos), width), -1)
     out[:, : min(width, pos.shape[1])] = pos[:, :width]
     return out

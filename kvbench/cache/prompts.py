@@ -47,7 +47,7 @@ class Prompts:
     def __init__(self, policy: Policy, shape: ModelShape, holding: Paged | Split, ledger: Ledger) -> None:
         self._policy, self._shape, self._holding, self._ledger = policy, shape, holding, ledger
         self._ranks = shape.ranks
-        self.new_tokens: dict[int, int] = {}  # row -> most tokens that come behind its prompt
+        self.new_tokens: dict[int, int] = {}  # row -> most tokens that come after its prompt
         self._pending: dict[int, list[ScoredLayer]] = {}  # row -> layers that wait for the last one
 
     def write(self, row: int, layer: int, scored: ScoredLayer) -> None:

@@ -14,7 +14,7 @@ class Rope:
 
     Pages hold keys with their rotary position (`absolute`), or without it; those are rotated when they are read, to
     their index in the cache (`cache_relative`) or to their true position (`pre_rope`; nothing may be evicted, so that
-    slot i holds token i, behind the tokens of all later tiers). Refuses a model whose keys cannot be rotated, and a
+    slot i holds token i, after the tokens of all later tiers). Refuses a model whose keys cannot be rotated, and a
     policy that would move slots away from their tokens.
 
     Args:

@@ -213,7 +213,7 @@ class ChunkTensors(MeasuredTensors):
         return summed
 
     def _columns(self, below_uniform: bool) -> Tensor:
-        """Column sums as of `reference.prompts`, fp32 [Hq, m], for queries that stand behind keys with gaps."""
+        """Column sums as of `reference.prompts`, fp32 [Hq, m], for queries that stand after keys with gaps."""
         spec, heads, q_pos = self.measurer.spec, len(self.k), self.q_pos
         grouped, keys = self.grouped(self.q), self.k.float().transpose(1, 2)
         shape = heads, grouped.shape[1], self.k.shape[1]

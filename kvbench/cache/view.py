@@ -205,7 +205,7 @@ class PagesView(SlotsView):
             self._check_find(exact, self)
         near, window = self._spec.skip_near, self._spec.prefill_queries
         floor = self.prompt_tokens - window - near if window != ALL_QUERIES and by == "mean" else None
-        # A token's queries begin `near` behind it: as many as were seen so much earlier from the token itself on.
+        # A token's queries begin `near` after it: as many as were seen so much earlier from the token itself on.
         seen = self.tokens_seen - near if near else self.tokens_seen
         search = SlotSearch(by=by, seen=seen, floor=floor, **conditions)
         extreme = self._pages.find_extreme(tier, self._rows, self._known(tier), search, over_layer)

@@ -101,7 +101,7 @@ def with_defaults(arguments: Sequence[str]) -> list[str]:
 
 
 def task_names(arguments: Sequence[str]) -> list[str]:
-    """List the names behind `--tasks` (`-t`); none when they are patterns or files, which need the whole index."""
+    """List the names after `--tasks` (`-t`); none when they are patterns or files, which need the whole index."""
     names = [name for word in _flags(arguments).tasks for name in word.split(",") if name]
     return [] if any(sign in name for name in names for sign in "*?[/") else names
 

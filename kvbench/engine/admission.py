@@ -141,7 +141,7 @@ class Admission:
         return self._longest(request, request.conversation_tokens)
 
     def new_tokens(self, request: Request) -> int:
-        """Most tokens that are read behind a request's first segment; the last one of an answer is only predicted."""
+        """Most tokens that are read after a request's first segment; the last one of an answer is only predicted."""
         answers = min(request.conversation_tokens, self.room(request))
         return sum(map(len, request.segments[1:])) + self._longest(request, answers) - 1
 
@@ -149,7 +149,7 @@ class Admission:
         return max(answers, len(self.forced(request).behind) + 1, *map(len, request.choices))
 
     def room(self, request: Request) -> int:
-        """Tokens that fit behind the prompt; the last one is only predicted, never read."""
+        """Tokens that fit after the prompt; the last one is only predicted, never read."""
         return self.model.max_tokens - request.num_prompt_tokens + 1
 
 

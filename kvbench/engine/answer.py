@@ -33,7 +33,7 @@ class Answer:
         self._tail = max((len(text.encode()) for text in self.request.stop), default=0) + 1
         thoughts = self.request.thoughts
         self._thinking = thoughts is not None and thoughts.opened
-        self._due: list[int] = []  # of the end that is put behind thoughts, what is still to come
+        self._due: list[int] = []  # of the end that is put after thoughts, what is still to come
 
     @property
     def banned(self) -> list[int]:
@@ -102,7 +102,7 @@ class Answer:
         return self.request.max_new_tokens + self.num_thought_tokens
 
     def _follow_thoughts(self, was_due: bool) -> None:
-        """Notes where thoughts begin and end; all of the end that is put behind them belongs to them."""
+        """Notes where thoughts begin and end; all of the end that is put after them belongs to them."""
         if self.request.thoughts is None:
             return
         if not self._thinking and not self.num_thought_tokens and len(self.token_ids) <= _MARK_TOKENS:

@@ -292,7 +292,7 @@ class Batch:
                     state.token = state.next_token()
             except NotFinite as error:
                 self._end(sample, "nan", str(error), error.layer)
-            except PoolExhausted:  # of what is said behind an answer; its rows cannot go on from here
+            except PoolExhausted:  # of what is said after an answer; its rows cannot go on from here
                 if len(self._samples) == 1:
                     raise
                 self._give_way(sample)

@@ -2,7 +2,7 @@
 
 A step, from the plan to the chosen tokens, is captured once for 1, 2, 4, 8, ... rows and replayed (`CapturedSteps`):
 rows, tokens, random numbers and counts lie in tensors that stay where they are, so that a replay serves any rows, fewer
-ones with a row behind them that holds nothing. Rows may end and others join without a further capture. The host's part
+ones with a row after them that holds nothing. Rows may end and others join without a further capture. The host's part
 of a step is done again at every replay (`CompressedStore.note_replay`). Steps that a graph cannot hold run as they are:
 where rows share pages, where a bulk eviction is due, and where too few pages are free for the worst case.
 
@@ -220,7 +220,7 @@ class DecodeLoop:
             and those that failed, after which none is tried.
         alone: Requests whose steps are always made one at a time.
         shared: Yield single steps from `making` before they are made, so that a caller can batch them with others.
-        awaited: Returns True if a request waits for a run to end; called behind each of its steps.
+        awaited: Returns True if a request waits for a run to end; called after each of its steps.
     """
 
     def __init__(self, runner: Runner, capture: Capture | Literal["auto"] | None = "auto") -> None:

@@ -267,7 +267,7 @@ class Engine:
 
     @staticmethod
     def _sizes(requests: Sequence[Request], admission: Admission) -> dict[str, int]:
-        """The longest prompt, and most tokens behind one."""
+        """The longest prompt, and most tokens after one."""
         return {
             "prompt_tokens": max(request.num_prompt_tokens for request in requests),
             "new_tokens": max(admission.most_behind(request) for request in requests),

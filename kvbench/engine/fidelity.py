@@ -21,7 +21,7 @@ def copied_tokens(prompt: Sequence[int], behind: Sequence[int], positions: Seque
 
     Args:
         prompt: Token ids of the prompt.
-        behind: All token ids behind it.
+        behind: All token ids after it.
         positions: Of the forced tokens in `behind`; the two tokens before one may belong to the prompt.
 
     Returns:

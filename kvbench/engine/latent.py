@@ -2,7 +2,7 @@
 
 transformers' modules give the cache one latent vector and one rotary key per token, and expand them to keys and values
 of all heads (`expand_kv`) once the cache has handed them back. Here they stay as they are: the part of `kv_b_proj` that
-makes keys goes to the queries, and the part that makes values behind attention. So a key is [latent; rotary key], a
+makes keys goes to the queries, and the part that makes values after attention. So a key is [latent; rotary key], a
 value is its first channels, and the cache holds both once.
 
 Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1 and appendix C.

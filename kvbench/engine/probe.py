@@ -21,7 +21,7 @@ FEWEST_TOKENS = 32  # of a part; shorter ones would take dozens of passes over a
 
 @dataclass(frozen=True)
 class Pass:
-    """Tokens that are read behind a whole prompt, the last of which are its tokens from `first` up to `end` again."""
+    """Tokens that are read after a whole prompt, the last of which are its tokens from `first` up to `end` again."""
 
     first: int
     end: int

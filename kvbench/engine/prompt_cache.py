@@ -93,7 +93,7 @@ class _Entry:
     measured: dict[Hashable, list[ScoredLayer]]  # by how scores were computed
     num_bytes: int
     probed: tuple[int, int]  # bytes that a probe's passes held and tokens that they read
-    states: dict[int, Any]  # behind the prompt, of layers that hold one
+    states: dict[int, Any]  # after the prompt, of layers that hold one
 
 
 class PromptCache:

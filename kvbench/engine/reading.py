@@ -71,7 +71,7 @@ class Reader:
             sample.open_rows.pop()
 
     def force(self, row: int, request: Request, logits: Tensor, forced: Forced, reference: Logits) -> ForcedRow:
-        """A row in which answers are forced and compared with the full cache's logits behind the prompt."""
+        """A row in which answers are forced and compared with the full cache's logits after the prompt."""
         exact = self._sees_all(request)
         meter = FidelityMeter(
             forced.gold,
@@ -83,7 +83,7 @@ class Reader:
         return ForcedRow(row=row, request=request, logits=logits, meter=meter, ends=forced.ends)
 
     def reference(self, request: Request, forced: Forced) -> Logits:
-        """The full cache's logits behind a prompt and behind each token that is forced."""
+        """The full cache's logits after a prompt and after each token that is forced."""
         return self._runner.full_logits([*request.prompt, *forced.behind], num_logits=len(forced.behind) + 1)
 
     def _note_time(self, sample: Sample, seconds: float) -> None:
@@ -126,7 +126,7 @@ class Reader:
         """
         request, runner = sample.request, self._runner
         forced, rest, sees_all = self._admission.forced(request), request.segments[1:], self._sees_all(request)
-        # Tokens behind the prompt attend to the uncompressed prompt in the same pass, if there is one: their logits are
+        # Tokens after the prompt attend to the uncompressed prompt in the same pass, if there is one: their logits are
         # the full-cache reference.
         reference: Logits | None = None
         if rest:

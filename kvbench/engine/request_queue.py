@@ -32,7 +32,7 @@ class Clock:
         return self.busy_s() + self.idle_s
 
     def wait_until(self, at_s: float) -> None:
-        """Passes over the time until a moment, where it lies ahead; to a nanosecond behind it, whatever is rounded."""
+        """Passes over the time until a moment, where it lies ahead; to a nanosecond after it, whatever is rounded."""
         self.idle_s = max(self.idle_s, at_s - self.busy_s() + 1e-9)
 
 

@@ -14,10 +14,10 @@ FLAGS = (FALLBACK, OUT_OF_TIME, SEVERAL)
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """Words said behind an answer, and the right answer to them.
+    """Words said after an answer, and the right answer to them.
 
     Args:
-        tokens: Token ids that are read behind the answer: its end, what the user says, and what opens the next answer.
+        tokens: Token ids that are read after the answer: its end, what the user says, and what opens the next answer.
         gold: As `Request.gold`.
         answers: As `Request.answers`.
     """
@@ -35,7 +35,7 @@ class Thoughts:
         opened: The prompt ends inside them.
         budget_tokens: Most tokens of them, which do not count as the answer's; None = they count, and have no limit of
             their own.
-        end: Token ids that are put behind thoughts which have used up their budget, so that the answer begins.
+        end: Token ids that are put after thoughts which have used up their budget, so that the answer begins.
     """
 
     opened: bool = False
@@ -58,7 +58,7 @@ class Request:
         answers: The right answers as the task has them, for people; nothing is computed from them.
         choices: Token ids of continuations to score by log-likelihood; each is scored on a fork of the one
             compressed prompt.
-        turns: Later turns of a conversation: each is read into the cache behind the answer before
+        turns: Later turns of a conversation: each is read into the cache after the answer before
             it, and answered in its turn.
         thoughts: How the answers may begin with thoughts; None where the prompt is no chat.
         max_new_tokens: Length limit of each answer; 0 generates none, and only `gold` is forced.
@@ -123,7 +123,7 @@ class Request:
 
     @property
     def conversation_tokens(self) -> int:
-        """Most tokens of all that comes behind the prompt: the answers, and what is said between them."""
+        """Most tokens of all that comes after the prompt: the answers, and what is said between them."""
         return self.answer_tokens * (len(self.turns) + 1) + sum(len(turn.tokens) for turn in self.turns)
 
     @property

@@ -1,6 +1,6 @@
 """Rows and samples in flight while the engine decodes.
 
-In a conversation, what is said behind an answer is read into the same compressed cache, and answered in its turn: the
+In a conversation, what is said after an answer is read into the same compressed cache, and answered in its turn: the
 cache keeps what it holds of the prompt and of the answers so far, and nothing is read again.
 """
 
@@ -70,7 +70,7 @@ class Row(ABC):
         return None
 
     def next_turn(self, runner: Runner) -> bool:
-        """Reads what is said behind an answer that is over into its row; False where the conversation is over."""
+        """Reads what is said after an answer that is over into its row; False where the conversation is over."""
         begin = time.perf_counter()
         if (left := self.leave_answer(runner)) is None:
             return False

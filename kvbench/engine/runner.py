@@ -153,7 +153,7 @@ class Runner:
 
         Args:
             prompt: Token ids; they are compressed and kept.
-            lookahead: Token ids behind the prompt that are read in the same pass and not kept. They attend to the
+            lookahead: Token ids after the prompt that are read in the same pass and not kept. They attend to the
                 uncompressed prompt, so their logits are those of the full cache.
             new_tokens: Most tokens that will follow the prompt, which a budget in bytes has to have room for; None = as
                 many as were reserved.
@@ -367,7 +367,7 @@ class Runner:
         return self.prompts.read(session, (self.loaded.decides, num_logits, *tokens), forward, closing)
 
     def probe_room(self, prompt: Sequence[int]) -> int:
-        """Tokens that a prompt and a pass behind it may have together."""
+        """Tokens that a prompt and a pass after it may have together."""
         return min(self.loaded.max_tokens, self.lengths.limit(len(prompt)))
 
     def _probe(self, session: Dense, prompt: list[int], closing: tuple[int, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Attention sessions of one forward pass: of a prompt, of the tokens behind it, or of a decode step."""
+"""Attention sessions of one forward pass: of a prompt, of the tokens after it, or of a decode step."""
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
@@ -156,7 +156,7 @@ class Prefill(Dense):
 
 @dataclass
 class Replay(Session):
-    """A probe's pass behind an uncompressed prompt; nothing is stored."""
+    """A probe's pass after an uncompressed prompt; nothing is stored."""
 
     uncompressed: Uncompressed
 
@@ -188,7 +188,7 @@ class PromptChunk(_Piece):
 
 @dataclass
 class Segment(_Piece):
-    """Tokens behind all that a row holds."""
+    """Tokens after all that a row holds."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         store, index = self.store.kind_of(layer)

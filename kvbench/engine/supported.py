@@ -288,7 +288,7 @@ def _modules(model: PreTrainedModel) -> dict[int, torch.nn.Module]:
 
 
 def _output_projections(model: PreTrainedModel, layers: Sequence[int]) -> OutputProjections | None:
-    """The weights behind attention, of these layers; None where not every layer has one."""
+    """The weights after attention, of these layers; None where not every layer has one."""
     modules = _modules(model)
     outs = [modules[layer].o_proj for layer in layers if layer in modules]
     whole = len(outs) == len(layers)

@@ -97,7 +97,7 @@ def measure(name: str, group: Group, *, shares: bool = False) -> Measure:
     task's scores, or a category of its subsets.
 
     Args:
-        shares: Whether the command can show a score in % of the full cache's, of which `%` stands behind the name.
+        shares: Whether the command can show a score in % of the full cache's, of which `%` stands after the name.
 
     Raises:
         ValueError: Runs of the group have other scores only, or the name is of another kind of task or measure.

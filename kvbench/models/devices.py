@@ -56,7 +56,7 @@ class Devices:
                 order = [device for device, count in self.spans(len(child)) for _ in range(count)]
                 device_of |= {f"{inner}.{name}.{index}": device for index, device in enumerate(order)}
                 last = order[-1]
-            else:  # what comes before the layers takes tokens, and the norm behind them what the last layer gives
+            else:  # what comes before the layers takes tokens, and the norm after them what the last layer gives
                 device_of[f"{inner}.{name}"] = last if any(True for _ in child.parameters()) else self.first
         tied = bool(model.config.get_text_config().tie_word_embeddings)
         device_of |= {name: self.first if tied else last for name, child in model.named_children() if child is not base}

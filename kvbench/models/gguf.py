@@ -187,7 +187,7 @@ def _read(path: Path, dtype: torch.dtype) -> tuple["PreTrainedModel", "PreTraine
             tokenizer = transformers.AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name, **SAFELY)
             tokenizer.add_special_tokens(dict(_special_tokens(fields)))
     if getattr(model.config, "quantization_config", None) is not None:
-        # Left behind by the loader; the weights are ordinary tensors now.
+        # Left after by the loader; the weights are ordinary tensors now.
         del model.config.quantization_config
     return model, tokenizer
 

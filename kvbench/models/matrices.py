@@ -302,7 +302,7 @@ def _quicken(module: torch.nn.Module, products: RowProducts) -> None:
 class Even(torch.nn.Module):
     """An element-wise function on the CPU whose result for a number does not depend on where that lies.
 
-    torch has one approximation for whole vectors, and another for what is left behind them where a thread's part ends.
+    torch has one approximation for whole vectors, and another for the remainder where a thread's part ends.
     So it is given as many numbers as leave nothing.
     """
 

@@ -29,7 +29,7 @@ class RotaryTable:
 
     Args:
         border: Tokens of the longest text that has the short table.
-        grows: Behind the border, every length has a table of its own; False = one serves all of them.
+        grows: Beyond the border, every length has a table of its own; False = one serves all of them.
     """
 
     border: int
@@ -50,7 +50,7 @@ class Lengths:
         return tuple(0 if length <= one.border else length if one.grows else 1 for one in self.tables)
 
     def limit(self, length: int) -> int:
-        """Tokens that a text of a length may grow to before a table changes; `FAR` behind the last border."""
+        """Tokens that a text of a length may grow to before a table changes; `FAR` after the last border."""
         return min((one.border for one in self.tables if one.border >= length), default=FAR)
 
     def crossed(self, first: int, last: int) -> RotaryTable | None:

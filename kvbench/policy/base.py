@@ -137,13 +137,13 @@ class Policy:
     def most_tokens(self, budget: int, num_prompt_tokens: int, num_new_tokens: int) -> int:
         """Most tokens that a list (the mean one, where lists share a budget) comes to hold, for budgets in bytes.
 
-        Default: what stays of the prompt and every token behind it; with `acts_in_decode` one token beyond the budget,
+        Default: what stays of the prompt and every token after it; with `acts_in_decode` one token beyond the budget,
         and with `compaction` those that come in before the next eviction.
 
         Args:
             budget: Tokens per list that the budget allows.
             num_prompt_tokens: The prompt's.
-            num_new_tokens: Those read behind it.
+            num_new_tokens: Those read after it.
         """
         everything = num_prompt_tokens + num_new_tokens
         compaction = self.compaction if self.compaction is not None and not self.compaction.when_full else None

@@ -19,7 +19,7 @@ class Extent:
 
     Args:
         prompt_tokens: Of the prompt.
-        tokens_seen: Of the prompt and all that was read behind it.
+        tokens_seen: Of the prompt and all that was read after it.
         lists: Layers x KV heads.
         prompt_slots: Slots that the plan of the prompt left in all lists together.
         page_tokens: Tokens per page.
@@ -41,7 +41,7 @@ class Extent:
 
     @property
     def new_tokens(self) -> int:
-        """Tokens behind the prompt."""
+        """Tokens after the prompt."""
         return self.tokens_seen - self.prompt_tokens
 
     def allowed(self, budget: Budget, num_tokens: int) -> int:

@@ -22,14 +22,14 @@ ALL_QUERIES = -1  # in a ScoreSpec: every prompt query counts
 class Probe:
     """A second pass over a prompt while it is still uncompressed; its tokens are measured and not kept.
 
-    The model is asked to repeat the prompt and is fed what it would answer, in parts: behind the whole prompt it reads
+    The model is asked to repeat the prompt and is fed what it would answer, in parts: after the whole prompt it reads
     a request, what closes a user's turn in the prompt, and a part of the prompt again. A statistic finds the passes
     under `replays`. The time that they take and what they hold are counted.
 
     Args:
         ask: Asks for the first part.
         go_on: Asks for any other part; the last tokens of the part before it follow.
-        part_tokens: Tokens of a part; fewer where the model's context has no room for as many behind the prompt.
+        part_tokens: Tokens of a part; fewer where the model's context has no room for as many after the prompt.
         overlap_tokens: Tokens of the part before that follow `go_on`.
     """
 
@@ -145,7 +145,7 @@ class Compaction:
 
     Args:
         every: Most tokens of a sequence that come in between two of them.
-        from_start: The first one is before the first token behind the prompt.
+        from_start: The first one is before the first token after the prompt.
         when_full: The setting, as messages name it, by which there is one only where the pages that requests share run
             out; `due` is not called then. Empty = before the steps for which it is due.
     """

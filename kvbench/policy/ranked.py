@@ -220,7 +220,7 @@ class Ranked(ByLayer):
 
     @property
     def evicts_later(self) -> bool:
-        """True if held tokens are ranked again behind the prompt. Valid once `Ranked.declare` has read the budget."""
+        """True if held tokens are ranked again after the prompt. Valid once `Ranked.declare` has read the budget."""
         return bool(self.decode_every) or self._budget.of_seen
 
     @property
@@ -311,7 +311,7 @@ class Ranked(ByLayer):
         return displace_lightest(view, target, window, self._first_held(view), grows=grows, over_layer=over_layer)
 
     def _first_held(self, view: DecodeView) -> int | Tensor:
-        """First tokens that stay, of a prompt and behind it: int64 [S] where sequences differ, else one number."""
+        """First tokens that stay, of a prompt and after it: int64 [S] where sequences differ, else one number."""
         first, protected = self.always(MAX_TOKENS)[0], self.protection.first_held(view)
         return protected.clamp(min=first) if isinstance(protected, Tensor) else max(first, protected)
 

@@ -133,7 +133,7 @@ def keep_blocks(cost: Tensor, held: Tensor, block: int, surplus: Tensor | int) -
     if short := -num_slots % block:
         cost = F.pad(cost, (0, short), value=float("inf"))
     ranked, order = cost.sort(dim=-1, stable=True)
-    # The slot that has to go last, of a list's last block and of the others; behind a list's end all cost infinity.
+    # The slot that has to go last, of a list's last block and of the others; after a list's end all cost infinity.
     last = (held - 1) % block
     price = ranked.gather(-1, last[..., None] + torch.arange(0, cost.shape[-1], block, device=cost.device))
     limit = surplus[..., None, None] if isinstance(surplus, Tensor) else surplus

@@ -41,7 +41,7 @@ class Replay:
 
     Args:
         first, end: The pass repeated the prompt's tokens from `first` up to `end`.
-        q: [Hq, m, D] queries of the pass's own tokens, which stand behind the whole prompt, with rotary positions.
+        q: [Hq, m, D] queries of the pass's own tokens, which stand after the whole prompt, with rotary positions.
         k: [H, m, D] their keys.
     """
 
@@ -233,7 +233,7 @@ class Statistic(ABC):
         Args:
             probability: fp32 [S, H, n], the group reduced.
             num_keys: int64 [S, H, 1] keys that the step's queries saw.
-            step: int64 [S, 1, 1] tokens behind the prompt before this one.
+            step: int64 [S, 1, 1] tokens after the prompt before this one.
         """
         return probability
 

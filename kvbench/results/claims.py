@@ -88,7 +88,7 @@ def unchecked(task: str, metrics: Mapping[str, bool]) -> str:
 
     Args:
         task: Name of the task.
-        metrics: Metric -> higher is better; `metric,filter` is a metric behind a named filter.
+        metrics: Metric -> higher is better; `metric,filter` is a metric with a named filter.
     """
     if not task.startswith(HARNESS) or not metrics:
         return ""

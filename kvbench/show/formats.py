@@ -100,7 +100,7 @@ def latex(table: Sheet, width: int) -> str:
     lines.append(f"\\caption{{{_escaped(caption)}}}")
     lines += [r"\resizebox{\textwidth}{!}{%", f"\\begin{{tabular}}{{l{'r' * (len(head) - 1)}}}", r"\toprule"]
     if table.spans:
-        cells, rules, column = ["", ""], [], 3  # the columns begin behind two others
+        cells, rules, column = ["", ""], [], 3  # the columns begin after two others
         for name, count in table.spans:
             cells.append(f"\\multicolumn{{{count}}}{{c}}{{{_escaped(_line(name))}}}")
             rules.append(f"\\cmidrule(lr){{{column}-{column + count - 1}}}")

@@ -86,7 +86,7 @@ def said_when_slow(text: str) -> Iterator[None]:
 
 
 class LiveBar:
-    """A bar that stands on a terminal while work goes on, and goes away after it; `state` is the text behind it."""
+    """A bar that stands on a terminal while work goes on, and goes away after it; `state` is the text after it."""
 
     def __init__(self, stream: TextIO, label: str, total: int | None, done: int = 0, state: str = "") -> None:
         from rich.progress import BarColumn, TextColumn  # slow to import, and needed on a terminal only

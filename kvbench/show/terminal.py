@@ -66,7 +66,7 @@ class PlainTable(Table):
             yield self._part([self.columns[0], *group], self.title if index == 0 else None)
 
     def _groups(self, console: Console, options: ConsoleOptions) -> list[list[Column]]:
-        """The columns behind the first one, as many together as fit."""
+        """The columns after the first one, as many together as fit."""
         if len(self.columns) < 3:
             return [list(self.columns[1:])]
         first, *widths = (_least_width(column, console, options) for column in self.columns)

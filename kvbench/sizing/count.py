@@ -52,7 +52,7 @@ def count(
     *,
     is_even: bool,
 ) -> dict[str, int]:
-    """Items of the ledger behind a prompt and the steps of an answer: those of `act_out`, in a fraction of its time.
+    """Items of the ledger after a prompt and the steps of an answer: those of `act_out`, in a fraction of its time.
 
     Raises:
         ValueError: The method does not fit the model.

@@ -71,7 +71,7 @@ def _whole(policy: Policy, shape: ModelShape, prompt: int, new: int, shares: Seq
 
 
 def _text_decides(policy: Policy, shape: ModelShape, prompt_tokens: int, steps: int) -> bool:
-    """True if the attention pattern changes the bytes of a prompt, or of the steps behind it."""
+    """True if the attention pattern changes the bytes of a prompt, or of the steps after it."""
     if not (policy.score.measures_prompts or policy.score.decode_update):
         return False
     is_one = False

@@ -143,6 +143,6 @@ def run(
     *,
     is_even: bool,
 ) -> Projection:
-    """The ledger behind a prompt and the steps of an answer, where queries attend to all tokens alike, or to one."""
+    """The ledger after a prompt and the steps of an answer, where queries attend to all tokens alike, or to one."""
     items = count(policy, shape, prompt_tokens, new_tokens, options, is_even=is_even)
     return Projection(items=items, fp16_bytes=shape.fp16_bytes(prompt_tokens + new_tokens))

@@ -1,4 +1,4 @@
-"""Finding the final answer in what a model wrote: behind the thoughts, in the last box, or behind an answer phrase.
+"""Finding the final answer in what a model wrote: after the thoughts, in the last box, or after an answer phrase.
 
 Every pattern here and in the graders reads a text once: parts that repeat are possessive (`*+`), so that what one took
 is never tried again. A cache that is broken writes ten thousand newlines, and these must not cost minutes.
@@ -35,7 +35,7 @@ _NO_PART = re.compile(r"\{,\}|[\s,$\\]")
 
 
 def after_thinking(text: str, opened: bool = False) -> str | None:
-    """The part of an answer behind its thoughts; None where they have no end. `opened`: the prompt began them."""
+    """The part of an answer after its thoughts; None where they have no end. `opened`: the prompt began them."""
     _, end, rest = text.rpartition(_END_OF_THOUGHT)
     if end:
         return rest

@@ -161,7 +161,7 @@ def _same_always(now: datetime) -> Iterator[None]:
 
 
 def between(model: "LoadedModel", said: str, protocol: Protocol) -> str:
-    """The text that a chat template writes behind an answer, up to where the next one begins.
+    """The text that a chat template writes after an answer, up to where the next one begins.
 
     Answers stay in the cache as they were given. So a template that would write the past otherwise, as one that leaves
     thoughts out of it, is not asked to.

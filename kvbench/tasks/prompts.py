@@ -123,7 +123,7 @@ class PromptBuilder:
         self.answer_tokens = Request(
             sample_id="", subset="", segments=(), max_new_tokens=self.max_new_tokens, thoughts=self._thoughts
         ).answer_tokens
-        # A model answers nothing behind its context length, so prompt and answer share it.
+        # A model answers nothing after its context length, so prompt and answer share it.
         self.room_tokens = model.max_tokens - self.answer_tokens
         wraps = self.chat or (protocol.system is not None and not rendered)
         overhead = len(self._encode(self._wrap("a"))) - len(self._encode("a")) if wraps else 0
@@ -172,7 +172,7 @@ class PromptBuilder:
                 whatever the protocol, so both protocols run the same tokens.
             gold: Reference answer for teacher forcing; empty for none.
             answers: The right answers, for people; `gold` by default.
-            prefix: The beginning of the answer, which the model continues: behind the prompt, in a chat behind the
+            prefix: The beginning of the answer, which the model continues: after the prompt, in a chat after the
                 header of the answer.
             turns: Later turns of a conversation; see `turn`.
 
@@ -267,7 +267,7 @@ class PromptBuilder:
     def turn(
         self, said: str, *, gold: str = "", answers: Sequence[str] = (), prefix: str = "", separator: str = "\n\n"
     ) -> Turn:
-        """Make a turn of a conversation: the user's text, behind `separator` where the prompt is no chat."""
+        """Make a turn of a conversation: the user's text, after `separator` where the prompt is no chat."""
         if self.chat or self.rendered:
             text = between(self.model, said, self.protocol)
             text += prefix.lstrip() if text[-1:].isspace() else prefix
@@ -293,7 +293,7 @@ class PromptBuilder:
         return render_chat(self.model, messages, self.protocol)
 
     def _open(self, text: str, prefix: str) -> str:
-        """The prompt with the beginning of its answer; a space is not put behind a line break of the template."""
+        """The prompt with the beginning of its answer; a space is not put after a line break of the template."""
         rendered = self._wrap(text)
         return rendered + (prefix.lstrip() if rendered[-1:].isspace() else prefix)
 

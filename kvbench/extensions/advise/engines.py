@@ -159,7 +159,7 @@ def _is_of(programs: Sequence[str], words: Sequence[str]) -> bool:
 
 
 def _flags(words: Sequence[str]) -> dict[str, list[str]]:
-    """Flag -> the words behind it, up to the next one; vLLM's and SGLang's may have underscores."""
+    """Flag -> the words after it, up to the next one; vLLM's and SGLang's may have underscores."""
     flags: dict[str, list[str]] = {}
     last: list[str] = []
     for word in words:

@@ -35,9 +35,9 @@ from kvbench.models.load import LoadedModel
 from kvbench.runs import choices
 
 PEER = "transformers"
-GRAPH = ", graph"  # behind the name of a row that replays its steps, as the engine does on a GPU
+GRAPH = ", graph"  # after the name of a row that replays its steps, as the engine does on a GPU
 STATIC = PEER + " static" + GRAPH  # on a GPU: the setup of users who need speed
-# Behind the name of a row whose model's own matrices have another layout than those of the requested model.
+# After the name of a row whose model's own matrices have another layout than those of the requested model.
 MARKS = {linear: f", {linear}" for linear in matrices.LINEAR}
 BASELINES = (PEER, *(PEER + mark for mark in MARKS.values()), STATIC, FULL)
 # Of the largest logit. The first bound is for fp32 sums in another order, which the rounding of a new token's codes can
@@ -231,7 +231,7 @@ def _peer_decoders(settings: Settings, model: LoadedModel) -> dict[str, Decoder]
 
 
 def decode_variants(settings: Settings, model: LoadedModel, batch: int, mark: str = "") -> list[Variant]:
-    """Every cache filled with the same prompts, ready for the same tokens; `mark` comes behind every name."""
+    """Every cache filled with the same prompts, ready for the same tokens; `mark` comes after every name."""
     # The baseline is timed twice in each round, and so are rows that also replay their steps.
     room = 2 * (settings.rounds + 2) * settings.steps + 2
     text = choices.sample_tokens(model, batch, settings.context + room)
@@ -293,7 +293,7 @@ def prompt_variants(settings: Settings, models: Mapping[str, LoadedModel]) -> li
 
 
 def _reading(name: str, decoder: Decoder, prompt: list[int], exact: Tensor, bound: float) -> Variant:
-    """Reads the prompt; the logits behind it are compared with `exact`."""
+    """Reads the prompt; the logits after it are compared with `exact`."""
 
     def call(_: int) -> None:
         decoder.prefill([prompt])

@@ -40,7 +40,7 @@ class StoreDecoder:
         budget_bytes: Limit of the cache's pool; None = no limit of its own.
 
     Attributes:
-        logits: Behind the prompts that were read last, fp32 [B, vocabulary].
+        logits: After the prompts that were read last, fp32 [B, vocabulary].
     """
 
     logits: Tensor
@@ -234,7 +234,7 @@ class StaticDecoder(PeerDecoder):
         self._ids = torch.zeros(len(prompts), 1, dtype=torch.int64, device=self.loaded.device)
         if self.loaded.device.type != "cpu":
             self._step = cuda_graph(self._go)
-            hf.rewind(self.cache, len(prompts[0]))  # warming up and capturing have put tokens behind the prompt
+            hf.rewind(self.cache, len(prompts[0]))  # warming up and capturing have put tokens after the prompt
 
     def step(self, tokens: list[int]) -> Tensor:
         """One token for every row; next logits fp32 [B, vocabulary], which the next step overwrites on a GPU."""

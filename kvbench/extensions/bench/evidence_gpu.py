@@ -176,7 +176,7 @@ def pack(folder: Path, archive: Path) -> None:
         return None if size > CACHE_BYTES and f"{folder.name}/triton" in member.name else member
 
     new = archive.with_name(f".{archive.name}.new")
-    with tarfile.open(new, "w:gz", compresslevel=1) as packed:  # it is packed behind every stage
+    with tarfile.open(new, "w:gz", compresslevel=1) as packed:  # it is packed after every stage
         packed.add(folder, arcname=folder.name, filter=wanted)
     new.replace(archive)
 

@@ -23,7 +23,7 @@ from kvbench.kernels.bench.rounds import CLOCKS, Variant, failed_variant
 from kvbench.runs import choices
 
 PARTS = ("projections", "attention", "scores", "planning", "reserving", "writing", "rest")
-BY_PARTS = ", by parts"  # behind the name of a row whose calls are timed
+BY_PARTS = ", by parts"  # after the name of a row whose calls are timed
 RESERVING = ("take", "reserve", "own", "unshare_all", "truncate", "compact")
 Call = tuple[Any, str, str]  # an object, the name of what is called of it, and the part that the call is
 

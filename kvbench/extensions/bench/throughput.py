@@ -129,7 +129,7 @@ def store_variants(
 
 
 def answers_of(settings: Settings, text: list[list[int]], batch: int) -> list[list[int]]:
-    """The tokens behind the prompt of every sequence."""
+    """The tokens after the prompt of every sequence."""
     return [text[row % len(text)][settings.context :] for row in range(batch)]
 
 

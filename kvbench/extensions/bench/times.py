@@ -23,7 +23,7 @@ class Times:
     Args:
         steps: Rows, tokens that all of them hold together, seconds, and of how many steps this is the mean.
         prompts: Tokens, seconds, and of how many prompts this is the mean.
-        ends: Tokens of prompts, tokens read behind them, and bytes that a row then held.
+        ends: Tokens of prompts, tokens read after them, and bytes that a row then held.
     """
 
     steps: list[tuple[float, float, float, float]] = field(default_factory=list)

@@ -161,7 +161,7 @@ class _Queries(Looks):
 
 @dataclass(frozen=True)
 class _KeysAndValues(Looks):
-    """Keys and values behind the first `sinks` tokens."""
+    """Keys and values after the first `sinks` tokens."""
 
     sinks: int = 0
     by_queries: ClassVar[bool] = False

@@ -88,7 +88,7 @@ def run(
 ) -> int:
     """Run an entry's jobs, compare them with the printed cells, and carry out its further commands."""
     codes, began, heading = [0], time.time(), heading_of(paper, entry, others)
-    further = command_lines(entry, cfg, others)  # now: a wrong word should not be told behind hours of work
+    further = command_lines(entry, cfg, others)  # now: a wrong word should not be told after hours of work
     before = command_lines(entry, cfg, _of_model(others), entry.first)
     rows: list[str] = []
     with headed(heading):

@@ -34,7 +34,7 @@ class Entry:
             stands for `{}` in the line, as `{results}` does for the folder of results. Without tasks, the line is the
             method as `bench` or `bytes` names it.
         first: Lines of commands that run before the jobs and make what these take, written as those of `then`.
-        then: Lines of commands that run behind the jobs. `{results}` is the folder of results, `{at}` the entry as
+        then: Lines of commands that run after the jobs. `{results}` is the folder of results, `{at}` the entry as
             names of files have it, `{model}` the model as `bench` names it, and `{methods}` the list of the methods'
             lines.
         example: Name in `examples.EXAMPLES`: the paper's drawing, carried out by the store's code and printed.

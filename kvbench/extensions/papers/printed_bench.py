@@ -20,7 +20,7 @@ UNITS = {"%": 100.0, "% longer": 100.0, "K tokens": 1e-3, "GB": 1e-9, "MB": 1e-6
 COUNTED = "bytes are counted and have no interval: reproduced are those that round to the printed digits"
 PLACES = {"Lc": "context", "seq": "context", "batch": "batch"}  # a paper's word for a condition -> that of a cell
 PHASES = {"prompt phase": "prompt"}  # any other task is of decode steps
-BYTES, BY_PARTS = "bytes", ", by parts"  # the second stands behind the name of a row whose calls were timed
+BYTES, BY_PARTS = "bytes", ", by parts"  # the second stands after the name of a row whose calls were timed
 
 Document = Mapping[str, Any]  # a document of a bench, or `{"what": "bytes", "rows": ...}` with the lines of a table
 

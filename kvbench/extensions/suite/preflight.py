@@ -139,7 +139,7 @@ def _timed(full: Experiment, parts: Loaders) -> tuple[float, float, float, float
 
 
 def _trial(request: Request, name: str, tokens: int) -> Request:
-    """The same prompt, for one answer of so many tokens and no turn behind it."""
+    """The same prompt, for one answer of so many tokens and no turn after it."""
     return replace(
         request,
         sample_id=name,

@@ -126,7 +126,7 @@ def jobs(suite: Suite, cfg: DictConfig, others: Sequence[str]) -> list[list[str]
 
 
 def by_method(suite: Suite, cfg: DictConfig, others: Sequence[str]) -> list[tuple[list[str], list[str]]]:
-    """The words of each job, behind those of its line of methods."""
+    """The words of each job, after those of its line of methods."""
     every, mine = shlex.split(suite.every), [word for word in others if not word.startswith("hydra")]
     jobs = []
     for task in _tasks(suite, cfg):

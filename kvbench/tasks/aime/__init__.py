@@ -118,7 +118,7 @@ def to_integer(text: str) -> int | None:
 
 
 def find_answer(text: str) -> str | None:
-    """The last box; without a box, the number behind the last "answer is"; else None, as for an absurdly long one."""
+    """The last box; without a box, the number after the last "answer is"; else None, as for an absurdly long one."""
     answer = last_boxed(text)
     if answer is None:
         answer = next(reversed(_PHRASE.findall(text)), None)

@@ -108,7 +108,7 @@ def _pyramid_surface(inputs: Sequence[Value], output: Value, expected: Value, at
 
 
 def _digit_distance(inputs: Sequence[Value], output: Value, expected: Value, atol: float) -> bool:
-    """Mbpp/558: digit by digit behind leading zeros, or the digits of the difference (the reference)."""
+    """Mbpp/558: digit by digit after leading zeros, or the digits of the difference (the reference)."""
     texts = [str(number) for number in inputs]
     width = max(map(len, texts))
     aligned = sum(abs(int(one) - int(other)) for one, other in zip(*(text.zfill(width) for text in texts), strict=True))

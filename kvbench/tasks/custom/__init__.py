@@ -2,7 +2,7 @@
 
 A row has `context`, `question` and `answers`, or `messages` and `answers`. Models with a chat template get a chat
 (`protocol.chat_template=never` for none). With `turns`, further questions and their answers, a row is a
-conversation: each question is read into the compressed cache behind the answer before it. With
+conversation: each question is read into the compressed cache after the answer before it. With
 `protocol.query_aware=false` the context is compressed before the question is seen; of messages, the last one is the
 question and the others are the context. A broken row is named by file and line, and the rest run.
 """

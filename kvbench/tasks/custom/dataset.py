@@ -126,7 +126,7 @@ def check_row(row: Mapping[str, Any], *, metric: str, requires_context: bool) ->
 
 
 def _turns(value: object, metric: str) -> list[dict[str, Any]]:
-    """The questions behind the first answer: each with `question` and `answers`."""
+    """The questions after the first answer: each with `question` and `answers`."""
     if value is None:
         return []
     if metric == CHOICE:

@@ -35,7 +35,7 @@ class Doc:
     def results(self, responses: list[object]) -> dict[str, Any]:
         """Run lm-eval's filters and metrics on the responses to this document alone.
 
-        A metric behind a named filter is called `metric,filter`.
+        A metric with a named filter is called `metric,filter`.
         """
         for instance, response in zip(self.instances, responses, strict=True):
             instance.resps, instance.filtered_resps = [response], {}

@@ -1,4 +1,4 @@
-"""`task=instructions`: two instructions in the system prompt, a long text behind them, and whether both still hold.
+"""`task=instructions`: two instructions in the system prompt, a long text after them, and whether both still hold.
 
 A cache that drops instructions answers questions about a text as well as ever. Here the system prompt gives two rules
 (a format, forbidden words, a language), the user shows a text that has nothing to do with them, and then asks for a

@@ -8,8 +8,8 @@ the newline as an end token of samsum.
 Source: LongBench config/dataset2prompt.json, config/dataset2maxlen.json, pred.py, eval.py, metrics.py at 2e00731.
 Differs: the chat template is the tokenizer's own (the official code has hand-written ones for eight models of 2023);
     prompts are cut to what the model holds with answer and template unless `task.max_prompt_tokens` says otherwise;
-    the ratio behind the code scores is pinned (see `metrics.code_similarity`). With `protocol.query_aware=false` the
-    prompt is divided after the document: nothing behind the context, neither question nor closing instruction, is seen
+    the ratio after the code scores is pinned (see `metrics.code_similarity`). With `protocol.query_aware=false` the
+    prompt is divided after the document: nothing after the context, neither question nor closing instruction, is seen
     before compression.
 """
 
@@ -127,7 +127,7 @@ class LongBench(Task):
 def make_request(
     task: "LmEvalTask", builder: PromptBuilder, doc: dict, subset: str, next_line: bool = True
 ) -> "Request":
-    """The request of one document; its prompt is divided behind the context."""
+    """The request of one document; its prompt is divided after the context."""
     prompt = task.doc_to_text(doc)
     head, _, _ = task.config.doc_to_text.partition("{{context}}")
     border = len(head) + len(doc["context"])

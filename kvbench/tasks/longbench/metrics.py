@@ -160,7 +160,7 @@ def code_similarity(prediction: str, reference: str, all_classes: Sequence[str] 
 
 
 def first_line(prediction: str) -> str:
-    """The first line behind leading line breaks: the official rule for trec, triviaqa and samsum."""
+    """The first line after leading line breaks: the official rule for trec, triviaqa and samsum."""
     return prediction.lstrip("\n").split("\n")[0]
 
 

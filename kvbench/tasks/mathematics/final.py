@@ -1,4 +1,4 @@
-"""The final answer of a mathematical text: a box, what stands behind "the answer is", or the last mathematics."""
+"""The final answer of a mathematical text: a box, what stands after "the answer is", or the last mathematics."""
 
 import re
 from collections import deque

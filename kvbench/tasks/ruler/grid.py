@@ -121,7 +121,7 @@ def write(
     while len(keys) < spec.num_keys:
         keys.setdefault(draw(spec.keys, rng), draw(spec.values, rng))
     start = rng.randrange(len(text.words))
-    # From a sentence's beginning on: behind the next word that ends one.
+    # From a sentence's beginning on: after the next word that ends one.
     ends = (at for at in range(start, start + len(text.words)) if text.words[at % len(text.words)].endswith("."))
     start = (next(ends, start) + 1) % len(text.words)
     rotated = replace(text, words=text.words[start:] + text.words[:start])

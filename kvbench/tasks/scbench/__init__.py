@@ -1,12 +1,12 @@
 """`task=scbench`: many questions about one long context, from SCBench's files.
 
 Five of its twelve subsets, whose scores are found texts. As a conversation (`form=turns`) each question is read into
-the compressed cache behind the answer before it. As requests of their own (`form=requests`) with
+the compressed cache after the answer before it. As requests of their own (`form=requests`) with
 `protocol.query_aware=false`, all questions of a context share its compressed cache: SCBench's multi-request mode.
 
 Source: Li et al., "SCBench: A KV Cache-Centric Analysis of Long-Context Methods", 2024; scbench/eval_utils.py and
     scbench/compute_scores.py of microsoft/MInference at 0ff346d and 9987de6: templates, lengths, scores.
-Differs: a conversation goes on behind the model's own answer, where the original puts the right one by default. An
+Differs: a conversation goes on after the model's own answer, where the original puts the right one by default. An
     answer that is one text is compared as a whole; `many_shot` and `qa_eng` of the original would compare its letters.
     Their shares are not rounded.
 """

@@ -52,7 +52,7 @@ class StreamSet(TextSet):
 
 
 def by_words(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """The cost of texts by the word and by the byte, whatever the tokenizer; the first token behind a prompt counts.
+    """The cost of texts by the word and by the byte, whatever the tokenizer; the first token after a prompt counts.
 
     Source: lm-eval's word_perplexity and bits_per_byte.
     """
@@ -89,7 +89,7 @@ class Stream(TextTask):
     Args:
         file: The text; None for the documentation that ships with Python.
         prompt_tokens: Of each stream, read at once.
-        tokens: Behind them, read one by one.
+        tokens: Tokens after them, read one by one.
         items: Streams; None for as many as the text has.
         past_context: Streams may go on beyond the model's context.
     """

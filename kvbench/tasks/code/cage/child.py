@@ -1,6 +1,6 @@
 """The program that runs inside the cage: tighten the limits, load the solution, call it, report what came out.
 
-It is started as text behind that of `wire.py` (so `encode` and `decode` are in scope) by a fresh `python -I -S`, once
+It is started as text after that of `wire.py` (so `encode` and `decode` are in scope) by a fresh `python -I -S`, once
 the namespaces are made; where root made them, its argument is the user to become. Nothing here is trusted by the
 parent: a solution shares this process and may change or bypass all of it. That way it can reach the list of inputs and
     a pipe for outputs; the expected outputs are not on this side.

@@ -153,7 +153,7 @@ def run_process(
     Args:
         argv: Command line of the cage.
         run_as: The user that starts it, as `subprocess.Popen` takes it.
-        job: Goes to its standard input, after its length and a newline. The pipe stays open behind it: its end, which
+        job: Goes to its standard input, after its length and a newline. The pipe stays open after it: its end, which
             comes with the end of this process, ends the cage.
         call_s: CPU time of each call, in seconds; kept inside. Here `guard_s` of it bounds the time on the clock.
         limits: Counted from after the start.
