@@ -1,7 +1,9 @@
-"""Names in the source: one idea has one name, of the field's, and no private word stands for several."""
+"""Names and prose in the source: one idea has one name, of the field's, and no private word stands for several."""
 
 import ast
+import io
 import re
+import tokenize
 
 from places import ROOT
 
@@ -53,17 +55,58 @@ def test_old_words_are_seen_in_every_form():
     assert old_names(ast.parse(source)) == {"own_rows", "given", "is_found", "AskedBack", "beside", "told"}
 
 
-# A first line names the thing or begins with a verb; these begin a clause.
-CLAUSES = re.compile(r"(What|How|Who|Whose|Whoever|Where|Whether|Which|When|Why)\b")
+# A first line names the thing or begins with a verb; these begin a clause, or say of what without saying what.
+CLAUSES = re.compile(
+    r"(What|How|Who|Whose|Whoever|Where|Whether|Which|When|While|Why|Is|Are|Of|As|It|They|That|These|Those"
+    r"|(u?int|fp|bf)\d+)\b"
+)
+# Turns of phrase of a translation; `What` as a subject, of a sentence or of an entry of `Args`.
+PHRASES = re.compile(
+    r"\b([Ll]ikewise|but for|[Gg]iv(e|es|en|ing) way|[Ww]hoever|[Bb]eside)\b|(^|[.;:] |\"\"\"|# )What(?!')\b"
+)
+
+
+def sources() -> list[tuple[str, str]]:
+    """Path and text of every Python file of the source, tests of extensions apart."""
+    paths = [path for room in ("kvbench", "methods", "kernels") for path in sorted((ROOT / room).rglob("*.py"))]
+    here = [path for path in paths if "tests" not in path.relative_to(ROOT).parts]
+    return [(path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")) for path in here]
+
+
+def docstrings(source: str) -> list[str]:
+    """Docstrings of a file, of a module, its classes and functions."""
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, kinds)]
+    return [text for node in nodes if (text := ast.get_docstring(node))]
+
+
+def prose(source: str) -> list[str]:
+    """Docstrings and comments of a file, each on one line; comments of neighbouring lines are one text each."""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    comments = [token.string for token in tokens if token.type == tokenize.COMMENT]
+    return [" ".join(text.split()) for text in [*docstrings(source), *comments]]
 
 
 def test_no_docstring_begins_with_a_clause():
     """The first line of each docstring names the thing or begins with a verb."""
-    clauses = []
-    for path in (ROOT / "kvbench").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                text = ast.get_docstring(node) or ""
-                if CLAUSES.match(text):
-                    clauses.append(f"{path.relative_to(ROOT)}: {text.splitlines()[0]}")
-    assert clauses == []
+    lines = [(path, text.splitlines()[0]) for path, source in sources() for text in docstrings(source)]
+    assert [f"{path}: {line}" for path, line in lines if CLAUSES.match(line)] == []
+
+
+def test_no_phrase_of_a_translation():
+    """Docstrings and comments have none of the phrases that stopped readers."""
+    hits = [
+        (path, match[0], text)
+        for path, source in sources()
+        for text in prose(source)
+        if (match := PHRASES.search(text))
+    ]
+    assert hits == []
+
+
+def test_phrases_are_seen_in_docstrings_and_comments():
+    """A phrase over two lines of a docstring, an entry of Args and a comment are seen; a string of the code is not."""
+    doc = '"""Get all but\n    for one.\n\n    Args:\n        a: What it is.\n    """'
+    source = f'def f(a):\n    {doc}\n    # What b is\n    return "beside"\n'
+    assert [bool(PHRASES.search(text)) for text in prose(source)] == [True, True]
+    assert PHRASES.findall(prose(source)[0])[0][0] == "but for"

@@ -235,7 +235,7 @@ def _compile(compiler: str, sources: list[Path], target: Path, flags: tuple[str,
 
 
 def _version(compiler: str) -> str:
-    """The compiler's path and the first line that it prints of its version, for people who look at the cache."""
+    """The compiler's path and the first line that it prints of its version, for people reading the cache."""
     ((_, said),) = _run_parallel([[compiler, "--version"]], VERSION_LIMIT_S)
     return " ".join([compiler, *said.splitlines()[:1]])
 

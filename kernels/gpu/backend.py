@@ -89,7 +89,7 @@ class Gpu(Backend):
         return self.decoder.ran if self.decoder else {"torch"}
 
     def refusal(self, device: torch.device) -> str:
-        """Why the kernels cannot run on a device, with a remedy; empty where they can."""
+        """Reason why the kernels cannot run on a device, with a remedy; empty where they can."""
         if device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
             return ""
         return (

@@ -95,7 +95,7 @@ def _block_slots(fmt: PageFormat, wide: bool, scores: bool) -> int:
     group = slot.k_channel_group if slot.channel_keys else 0
     if group >= MIN_DOT and group & (group - 1) == 0:
         return min(group, most)  # within one group of tokens, one scale per channel serves the block
-    # What is left of a page is read in a tile of its own.
+    # The rest of a page is read in a separate tile.
     return max(size for size in (16, 32, 64) if size <= max(16, min(most, slots)))
 
 

@@ -23,7 +23,7 @@ from kvbench.kernels.gpu.interpreter import patch_once
 Item = TypeVar("Item")
 ELEMENT = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 LOWEST = tl.constexpr(-1.0e30)  # stands for minus infinity, whose difference from itself would be NaN
-# What codes stand for: integers with a zero point, and without; tables, from `lloyd` on; scales of a byte, from `nvfp4`
+# Kinds of codes: integers with a zero point, and without; tables, from `lloyd` on; scales of a byte, from `nvfp4`
 # on. Of floats: without a scale, with one, and of another kind.
 CODES = {"min_max": 0, "symmetric": 1, "lloyd": 2, "iq4_nl": 3, "nvfp4": 4, "mxfp4": 5}
 CODES |= {"e4m3": 0, "e4m3_scaled": 1, "e5m2": -1}
@@ -235,7 +235,7 @@ if INTERPRETED:
 
 @triton.jit
 def e4m3_values(raw):
-    """fp32 values of e4m3 bytes: the same bits as an fp16 with its exponent 8 lower; 0x7f and 0xff are NaN."""
+    """Decode e4m3 bytes to fp32: the same bits as an fp16 with its exponent 8 lower; 0x7f and 0xff are NaN."""
     wide = raw.to(tl.uint16)
     half = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
     return tl.where((wide & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
@@ -243,7 +243,7 @@ def e4m3_values(raw):
 
 @triton.jit
 def float8_values(raw, CODE: tl.constexpr):
-    """fp32 values of bytes that are floats: e5m2 where CODE is negative, else e4m3."""
+    """Decode float bytes to fp32: e5m2 where CODE is negative, else e4m3."""
     if CODE < 0:
         return (raw.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
     else:
@@ -291,7 +291,7 @@ def e5m2_bytes(x):
 
 @triton.jit
 def elements(x, ELEM: tl.constexpr):
-    """fp32 values as elements, halves to even; to bf16 by their bits, which the interpreter's own cast cuts off."""
+    """Cast fp32 values to elements, halves to even; to bf16 by their bits, since the interpreter's cast truncates."""
     if ELEM == tl.bfloat16:  # noqa: SIM300
         bits = x.to(tl.uint32, bitcast=True)
         rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.uint16)

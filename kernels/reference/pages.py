@@ -292,7 +292,7 @@ def _decode_keys(fmt: PageFormat, codes: Tensor, meta: _Meta) -> Tensor:
 
 
 def _decode_values(fmt: PageFormat, codes: Tensor, meta: _Meta) -> Tensor:
-    """fp32 values [X, n, D] from codes [X, n, W] and metadata [X, groups, n], absent as in `_decode_keys`."""
+    """Values fp32 [X, n, D] from codes [X, n, W] and metadata [X, groups, n], absent as in `_decode_keys`."""
     form = fmt.slot
     if form.values is None:
         return codes.float()

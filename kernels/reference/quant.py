@@ -105,7 +105,7 @@ def to_fp8(x: Tensor) -> Tensor:
 
 
 def from_fp8(raw: Tensor) -> Tensor:
-    """fp32 values of e4m3 bytes."""
+    """Decode e4m3 bytes to fp32."""
     return raw.view(torch.float8_e4m3fn).float()
 
 
@@ -308,7 +308,7 @@ def store_scale(largest: Tensor, code: Code) -> Tensor:
 
 
 def load_scale(scale: Tensor, code: Code) -> Tensor:
-    """fp32 factors of levels, from stored scales."""
+    """Factors fp32 of levels, from stored scales."""
     if code.scale == "fp16":
         return scale.float()
     if code.scale == "e4m3":

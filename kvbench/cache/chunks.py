@@ -102,7 +102,7 @@ class Chunks:
                 self._finish(row, reading, k)
         return out
 
-    # What is held.
+    # Contents.
 
     def _past(self, row: int, layer: int, reading: _Reading) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Held keys and values fp32 [H, M, D] of earlier chunks, as a chunk attends to them.

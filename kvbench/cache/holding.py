@@ -141,7 +141,7 @@ class Holding:
         orders += 0 if self.offsets is None else self.offsets.row_bytes
         return orders, 0 if self.scores.queries is None else self.scores.queries.row_bytes
 
-    # What is held.
+    # Contents.
 
     @property
     def copies(self) -> int:

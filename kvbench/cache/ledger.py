@@ -58,7 +58,7 @@ class RowMeter:
 class Ledger:
     """Counts the bytes of every row, wherever its layers and heads lie.
 
-    What a row has in several places is summed over them. Counters of tokens, which every place repeats (16 or 24 bytes
+    Bytes of a row on several devices are summed. Counters of tokens, which every place repeats (16 or 24 bytes
     a row), count once, so that no number depends on where a model lies. `other_kinds` are the ledgers of layers of
     other kinds.
 
@@ -86,7 +86,7 @@ class Ledger:
         self._widest = sum(self.fixed_row_bytes(), shape.state_bytes)
         self.meters = [RowMeter() for _ in range(self._pages.shape[0])]
 
-    # What is held now.
+    # Bytes held now.
 
     def fixed_row_bytes(self, prompt_tokens: int | None = None, new_tokens: int = 0) -> tuple[int, int, int]:
         """Constant bytes of one row from its prompt on: (tables and counters, residual rings, codebooks).
@@ -206,7 +206,7 @@ class Ledger:
         total["resident_bytes"] = sum(total.values())
         return total
 
-    # What was held over time.
+    # Bytes held over time.
 
     def open(self, row: int) -> None:
         self._pages.counts.collect()

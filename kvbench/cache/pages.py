@@ -197,7 +197,7 @@ class Pages:
         """
         return slice(None) if self.on_device else wanted.nonzero()[:, 0]
 
-    # What lies where.
+    # Layout.
 
     def held(self, tier: int, lists: Tensor) -> Tensor:
         """Slots held, int64, in the shape of `lists`."""

@@ -438,7 +438,7 @@ class CompressedStore:
         return all(each.pages.pool.takes(most) for each, most in zip(self.kinds, most_pages, strict=True))
 
     def note_replay(self, numbers: Sequence[int], log: ReplayLog) -> None:
-        """Does what the host does in a captured step of rows, once its replay is launched."""
+        """Repeats the host's part of a captured step of rows, once its replay is launched."""
         for each in self.kinds:
             each.holding.parts[0].note_replay(numbers)
         self.pages.counts.resend(log)

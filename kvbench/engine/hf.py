@@ -30,7 +30,7 @@ from kvbench.models import fused
 NAME = "kvbench"
 TAG = "_kvbench_layer"  # the attribute of a key tensor that says which layer of which session it belongs to
 CACHE_NAMES = ("cache", "past_key_values")  # what calls name the cache: since transformers 5.24, and before
-# What models hand to every attention function and what changes nothing in this one.
+# Arguments that models pass to every attention function and that change nothing in this one.
 HARMLESS = {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits"}
 
 

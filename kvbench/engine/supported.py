@@ -309,7 +309,7 @@ def _key_biases(model: PreTrainedModel, layers: Sequence[int]) -> list[Tensor] |
 
 
 def _plain_inv_freq(model: PreTrainedModel) -> Tensor | None:
-    """fp32 [D_rot / 2] when keys can be rotated by angles position x inv_freq, else None."""
+    """Inverse frequencies fp32 [D_rot / 2] if keys rotate by angles position x inv_freq, else None."""
     config = model.config.get_text_config()
     if config.model_type not in PLAIN_ROPE_MODELS or 0 in (getattr(config, "no_rope_layers", None) or ()):
         return None  # SmolLM3 leaves every fourth layer without rotary positions

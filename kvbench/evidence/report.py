@@ -354,7 +354,7 @@ def settings_rows(group: Group) -> list[dict]:
 
 
 def picture_words(panel: Panel, axis: str) -> str:
-    """Describe a picture in words, for readers who cannot see it."""
+    """Describe a picture in words, as its alternative text."""
     places = standing(panel, axis)
     front = [point.label for point in panel.points if places.get(point.key) in (BEST, NEAR)]
     beaten = sum(status == DOMINATED for status in places.values())

@@ -68,8 +68,7 @@ def ensure(
             conversion.
         by: Name of the converter, if that is no part of the folder's name; another one's conversion is made again.
 
-    Returns:
-        What is known of the conversion.
+    Returns: Record of the conversion.
 
     Raises:
         NoRoom: The disk is too full: pip and safetensors would each say it in their own way, and late.

@@ -104,7 +104,7 @@ def ensure(source: Source, name: str) -> Path:
 
     Raises:
         MissingWeightsError: It is not there and cannot be fetched; the message says how to get it by hand.
-        ValueError: What came is another file, or there is no room for it.
+        ValueError: The download is another file, or there is no room for it.
     """
     from filelock import FileLock
 
@@ -143,7 +143,7 @@ def fetch(source: Source, folder: Path, name: str) -> Path:
 
     Raises:
         MissingWeightsError: It cannot be had; says why, for each place.
-        ValueError: What came is another file, or there is no room for it.
+        ValueError: The download is another file, or there is no room for it.
     """
     _check_room(source, folder, name)
     failures = []

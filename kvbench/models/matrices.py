@@ -134,7 +134,7 @@ class PackedLinear(torch.nn.Module):
     def __init__(self, linear: torch.nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        # An opaque tensor: kept beside the parameters, where nothing tries to move or to cast it.
+        # An opaque tensor: kept outside the parameters, where nothing tries to move or to cast it.
         self._matrix = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), ROWS)
         self.register_buffer("bias", None if linear.bias is None else linear.bias.detach())
 
@@ -162,8 +162,9 @@ class PackedLinear(torch.nn.Module):
 def pack(model: torch.nn.Module) -> int:
     """Puts a packed layer in place of every linear one, each plain matrix going before the next is packed; how many.
 
-    What other modules use too stays plain: a head that is tied to the embedding, from which single rows are read, would
-    have to be held twice. The model is on the CPU, in a dtype that `why_not` has no word against, without gradients.
+    Matrices that other modules use too stay plain: a head that is tied to the embedding, from which single rows are
+    read, would have to be held twice. The model is on the CPU, in a dtype that `why_not` has no word against, without
+    gradients.
     """
     linears = [(parent, name, child) for parent in model.modules() for name, child in parent._modules.items() if child]
     users = Counter(id(weight) for _, _, child in linears for weight in child.parameters(recurse=False))

@@ -37,7 +37,7 @@ class Policy:
         tiers: One to four precision formats; tier 0 takes new tokens.
         by_layer: Which of `tiers` tier 0 stands for in each layer and head (`ByLayer` makes it); plans then have no
             other tier than 0. None = each tier is what it is everywhere.
-        codebooks: The tables of tiers whose codes are calibrated, which lie beside the pages; None = there are no such.
+        codebooks: Tables of tiers with calibrated codes, stored outside the pages; None = no such tiers.
         head_scales: Scales of tiers of 8-bit floats, from such a file too.
         score: The attention statistics that the method needs; none by default.
         limit: The budget, of which the cache says how many tokens it allows; None = the method has none.

@@ -88,7 +88,7 @@ class ByLayer(Policy):
         return Tier.parse(text)
 
     def spread(self) -> None:
-        """Declares the tiers of all layers beside the method's own.
+        """Declares the tiers of all layers, in addition to the method's.
 
         Raises:
             ValueError: They are more than four.

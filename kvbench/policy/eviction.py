@@ -63,7 +63,7 @@ def shrink_to_share(
         budget: The method's budget.
         window: Last tokens that stay.
         score: fp32 [S, L, H, n] to rank by instead of the slots' scores.
-        stays: bool [S, L, H, n] held slots that stay beside the window, however many they are; None = none.
+        stays: bool [S, L, H, n] held slots that stay in addition to the window, whatever their number; None = none.
         target: int64 [S, L, H] slots that may stay; None = `prompt_share`.
 
     Source: none; the papers compress only the prompt.

@@ -51,7 +51,7 @@ class Ranked(ByLayer):
     `decode_every`. Scores measured on the held tokens are measured anew before each step, or before every
     `decode_every` steps with room for as many tokens. Where a score is of the prompt alone, its tokens go first, and
     then the oldest of the answer. Where that is above its share, a list keeps its window (the incoming token counted),
-    or what is protected and the tokens that come in before the next eviction, one of them at least beside another.
+    or what is protected and the tokens that come in before the next eviction, at least one of them besides another.
 
     A subclass says by what it ranks: its `declare` calls `super().declare()` and then `self.rank_by(ScoreSpec(...))`.
     It defines `always` where some tokens stay whatever their score is, and `ranking` where it does not rank by the
@@ -59,7 +59,7 @@ class Ranked(ByLayer):
     `stages` (the second criterion of a value-aware choice).
 
     Args:
-        budget: What stays of the prompt: ratio, tokens per head, or bytes; or of all tokens seen (`50%seen`); the mean
+        budget: Tokens kept of the prompt: ratio, tokens per head, or bytes; or of all tokens seen (`50%seen`); the mean
             where lists share it unequally; null = `threshold` decides.
         tier: Precision of what is kept.
         allocation: `uniform`: every head of every layer keeps as much. `pyramid`: lower layers keep more, as PyramidKV.
@@ -77,7 +77,7 @@ class Ranked(ByLayer):
             the others, as CriticalKV.
         protect: Tokens that are never evicted, in addition to those that the method keeps: `none`; the first
             `protect_tokens` (`sinks`); the `instruction` that stands before the user's text in a chat; the whole
-            `prompt`, so that only the answer is compressed, as it is written, and the budget is of the answer (in
+            `prompt`, so that only the answer is compressed, during decoding, and the budget is of the answer (in
             bytes, of both); the `answer`, so that only tokens of the prompt go.
         protect_tokens: First tokens that `protect=sinks` keeps; >= 1.
         threshold: Keep the tokens whose score is at least this, however many they are, in place of a budget. A sum over

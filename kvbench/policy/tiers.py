@@ -47,7 +47,7 @@ class Tier:
         v_splits: As `k_splits`, for values.
         symmetric: Codes are centred on zero and no zero point is stored.
         fp8: 8-bit sides are e4m3 floats without scale instead of integer codes.
-        k_code: What key codes stand for: empty = integers, as said above; `e4m3_scaled`: e4m3 floats with one scale;
+        k_code: Kind of key codes: empty = integers, as said above; `e4m3_scaled`: e4m3 floats with one scale;
             `e5m2`: floats without a scale; `lloyd`: the best levels for a normal distribution, with one norm; `nvfp4`,
             `nvfp4_4over6`, `mxfp4`, `mxfp4_up`: e2m1 floats in blocks; a type of llama.cpp (`q8_0`, ..); `zero_point`:
             integers with a whole zero point;

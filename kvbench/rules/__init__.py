@@ -64,7 +64,7 @@ class Whole(Rule):
     Args:
         low: Smallest; None = no limit.
         high: Largest; None = `MAX_TOKENS` for tokens, otherwise no limit.
-        unit: What it counts.
+        unit: Unit of the number.
         multiple_of: It is a multiple of this.
         odd: It is odd.
         also: Further values, for example -1 for all or `auto`.
@@ -105,7 +105,7 @@ class Number(Rule):
     Args:
         low: Smallest; None = no limit.
         high: Largest; None = no limit.
-        unit: What it counts.
+        unit: Unit of the number.
         above: `low` itself is not allowed.
         also: Further values, for example 0 for never.
     """
@@ -141,7 +141,7 @@ class Choice(Rule):
 
     Args:
         options: All there are.
-        unit: What they count.
+        unit: Unit of the numbers.
     """
 
     options: tuple[object, ...]

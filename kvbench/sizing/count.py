@@ -35,7 +35,7 @@ from kvbench.policy import (
 from kvbench.sizing.shadow import act_out, measured, shadow_step, shadow_store, standing_for
 
 LayerPlan = tuple[Tensor, Tensor | None]  # int8 [H, N] the tier of each token; fp32 [H, N] what the slots begin with
-# What says nothing about a tensor's numbers.
+# Operations that do not depend on a tensor's numbers.
 _OUTSIDE = {Tensor.device.__get__, Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.size, Tensor.dim, Tensor.__len__}  # type: ignore[attr-defined]
 
 

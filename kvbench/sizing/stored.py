@@ -22,7 +22,8 @@ _projected: dict[str, tuple[Projection, Projection]] = {}
 def policy_of(identity: Mapping[str, Any]) -> Policy | None:
     """The method of a stored run, made again; None where the code no longer fits its settings.
 
-    What a results folder names is loaded from kvbench's own methods and from nowhere else, and no file that it names is
+    Classes named in a results folder are loaded from kvbench's methods and from nowhere else, and no file that it names
+    is
     opened: a run's identity holds the numbers of a table, never its path.
     """
     settings = dict(identity.get("method") or {})

@@ -17,7 +17,7 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is no brace
 _END_OF_THOUGHT = "</think>"
 _START_OF_THOUGHT = "<think>"
 MINUS = "-\u2212"  # a hyphen, and the sign that typesetting knows
-# What divides thousands but for a comma: a comma in braces, a thin space of LaTeX, and three spaces that do not break.
+# Separators of thousands, except a comma: a comma in braces, a thin space of LaTeX, and three spaces that do not break.
 GROUP = r"(?:\{,\}|\\,|[\u2009\u202f\xa0])"
 DIGITS = rf"\d(?:[\d,]|{GROUP}(?=\d{{3}}(?!\d)))*+"
 # An optional minus that is no subtraction, an optional currency sign, digits with or without marks for the thousands.

@@ -36,7 +36,7 @@ from kvbench.runs import choices
 
 PEER = "transformers"
 GRAPH = ", graph"  # after the name of a row that replays its steps, as the engine does on a GPU
-STATIC = PEER + " static" + GRAPH  # on a GPU: the setup of users who need speed
+STATIC = PEER + " static" + GRAPH  # on a GPU: the setup for speed
 # After the name of a row whose model's own matrices have another layout than those of the requested model.
 MARKS = {linear: f", {linear}" for linear in matrices.LINEAR}
 BASELINES = (PEER, *(PEER + mark for mark in MARKS.values()), STATIC, FULL)

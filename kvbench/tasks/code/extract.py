@@ -32,7 +32,7 @@ _BUILTINS = frozenset(dir(builtins))
 def build_program(prompt: str, entry_point: str, completion: str) -> str:
     """Put the program together that an answer stands for; prompt and answer where no code defines the function.
 
-    What counts as code is what parses. An answer continues the prompt, or is whole: then the last run of lines that
+    Code is whatever parses. An answer continues the prompt, or is whole: then the last run of lines that
     parses and defines the function is taken, in a fenced block or not, with what it needs of others, after the imports
     and helpers of the prompt. Statements that the function does not need (demonstrations, tests, `input()`) are left
     out. Text up to `</think>` is dropped.

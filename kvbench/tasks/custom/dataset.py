@@ -53,7 +53,7 @@ def unused_fields(row: Mapping[str, Any], metric: str, settings: Collection[str]
 
     Args:
         row: Any JSON object; a field that is null counts as missing.
-        metric: What the row is graded by.
+        metric: Metric of the row.
         settings: Full names of settings of all rows' prompts, such as `task.answer_prefix`.
 
     Raises:
@@ -96,7 +96,7 @@ def check_row(row: Mapping[str, Any], *, metric: str, requires_context: bool) ->
             `role` and `content`, the last of the user. `answers`, a text or a list of texts. For the metric `choice`,
             `choices`, and `answers` is one of them or its place from 0. `turns`, further questions with their answers,
             makes it a conversation. `subset` and `id` may be there.
-        metric: What the row is graded by.
+        metric: Metric of the row.
         requires_context: The context is compressed before the question is seen.
     """
     messages = _messages(row["messages"]) if row.get("messages") is not None else None

@@ -59,7 +59,7 @@ class Drift(Task):
         items: Answers.
         file: The text; None for the documentation that ships with Python.
         temperature: Of the answers, where the protocol is greedy.
-        top_p: Likewise.
+        top_p: As `temperature`, for nucleus sampling.
     """
 
     metrics: ClassVar = {

@@ -1,6 +1,6 @@
 """Long transcripts of many requests that were answered, and one more that only an earlier part of them can answer.
 
-What is needed lies at a depth of the transcript that goes evenly from its beginning to its end over the items, so that
+The needed facts lie at a depth of the transcript that goes evenly from its beginning to its end over the items, so that
 a cache of the newest quarter answers about a quarter of them.
 """
 
