@@ -66,12 +66,12 @@ class Code:
         fit: Statistic of the group that sets the scale: the group's `range` (`zero_point`: with a whole zero point),
             its `largest` magnitude, its number farthest from 0 with its sign (`extreme`), its `norm`, least `squares`,
             or `either` of two.
-        rounding: Of what lies on a border: to the `even` code, or `up`, away from 0.
-        magnitudes: Of signed tables: what the lower bits of a code stand for, in ascending order.
+        rounding: Rounding of ties: to the `even` code, or `up`, away from 0.
+        magnitudes: Magnitudes of a signed table, by the lower bits of a code, in ascending order.
         unit: Factor on a scale that turns levels into values.
         deviation: With `norm`: levels per standard deviation of the group.
         centre: Offset subtracted from a level.
-        levels: Of calibrated tables: what each code stands for, in ascending order.
+        levels: Level of each code of a calibrated table, in ascending order.
     """
 
     name: str

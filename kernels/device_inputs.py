@@ -89,7 +89,7 @@ class Plan:
     """Device and extent of a check.
 
     Args:
-        device: Where the backend under test works.
+        device: Device of the backend under test.
         backend: Its operations.
         kinds: Head dims, query dtypes and formats.
         tokens: Slots of the longest list.

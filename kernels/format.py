@@ -50,9 +50,9 @@ class SlotFormat:
         v_groups: Scales per value vector.
         symmetric: Where no code is named: no zero points are stored.
         fp8: Where no code is named: 8-bit sides are e4m3 floats without metadata.
-        k_code: How keys are coded, a name of `codes`; empty = `min_max`, unless `symmetric` or `fp8` says otherwise.
+        k_code: Code of keys, a name of `codes`; empty = `min_max`, unless `symmetric` or `fp8` says otherwise.
         v_code: Code of values; see `k_code`.
-        k_table: Of `book` keys: the level of each code; empty = equally far apart.
+        k_table: Level of each code of `book` keys; empty = equally far apart.
         v_table: As `k_table`, for values.
         k_apart: Of keys of a calibrated table in one group: elements of each vector whose rest is kept apart, in 16
             bits.

@@ -88,7 +88,7 @@ class StepScores:
 
     Args:
         power: Probabilities are raised to this power (1 or 2) before the group is reduced.
-        group: How the query heads of a KV head are reduced into scores; None = no scores.
+        group: Reduction of the query heads of a KV head into scores; None = no scores.
         update: Add each layer's scores to the tracked ones, or replace them; None leaves them alone.
         skip_near: A slot nearer to the query than this gets no score.
         gives: Hand out each layer's scores (`FusedStep.layer_scores`); then `update` is None and `skip_near` 0.
@@ -129,7 +129,7 @@ class HeadScores:
     """Reduction of the column sums of query heads to the scores of a KV head.
 
     Args:
-        group: How the query heads of a KV head are reduced.
+        group: Reduction of the query heads of a KV head.
         pool: Along the keys, stride 1.
         pool_kernel: Odd width of the pool.
         pool_stage: Pool each query head before the group is reduced, or the reduced score.
@@ -234,7 +234,7 @@ class PageChoice:
     Args:
         count: int64 [S] pages per list, >= 1; fewer where a list has fewer.
         width: As large as the largest of them, or larger.
-        group: How the bounds of the query heads of a KV head are reduced.
+        group: Reduction of the bounds of a KV head's query heads.
         dense_layers: First layers of the step that read everything.
     """
 
@@ -325,7 +325,7 @@ class TierTable:
         is_reversed: A list's pages begin at the right end of its entries.
         num_slots: int32 [lists] slots held.
         width: Pages of a list of the step at most.
-        rotation: How stored keys are rotated when they are read, or None.
+        rotation: Rotation of stored keys on reading, or None.
     """
 
     fmt: PageFormat

@@ -27,7 +27,7 @@ class PagePool:
     Args:
         page_bytes: Bytes per page.
         num_pages: Pages at the start.
-        device: Where the pages live.
+        device: Device of the pages.
         growable: Grow in chunks when exhausted; otherwise `num_pages` is the limit.
 
     Source: DiffKV mem_mgt_kernels.cu (circular list, prefix-sum offsets).

@@ -57,7 +57,7 @@ class KvbenchLM(LM):
             which differs by up to 0.011 nats on a model of 32 bits.
         batch_size: Prompts decoded together; lm-eval's `auto` takes the configuration's.
         max_batch_size: Not used.
-        device: Where the model runs; None takes the configuration's.
+        device: Device of the model; None takes the configuration's.
         rolling_prompt_tokens: Tokens at the beginning of each window of a text that is scored whole which are read and
             compressed at once, as a prompt, and so scored exactly; the rest goes through the cache one by one.
         **overrides: Further settings by their Hydra names, for example `{"method.budget": 256}` or

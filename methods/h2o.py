@@ -14,7 +14,7 @@ class H2O(Stepwise):
     only where that one's attention, per query that counted, is below it, and the window is a share of the prompt.
 
     Args:
-        group: How the query heads of a KV head are reduced: `sum`, `mean` or `max`.
+        group: Reduction of the query heads of a KV head: `sum`, `mean` or `max`.
         one_shot: Never evict after the prompt, and do not update scores (the variant that several comparison papers
             ran).
         window: Recent tokens of the one-shot variant instead of `recent_share`; 0 = use the share.

@@ -46,7 +46,7 @@ class Keyformer(Stepwise):
         tau_init: Temperature in the prompt; > 0.
         tau_delta: Increment of tau per decode step; >= 0.
         noise: Factor on the Gumbel noise; >= 0. 0 = none.
-        seed: Of the noise.
+        seed: Seed of the noise.
 
     Source: d-matrix-ai/keyformer-llm models/gptj-keyformer-lib/modeling_gptj.py (Adnan et al. 2024, arXiv 2403.09054):
         60 % of the prompt, 30 % of it recent, temperatures from 1 in steps of 0.01.

@@ -95,7 +95,7 @@ def build_library(
         name: Stem of the file name, before its hash.
         sources: File names in `source_dir`; those that end in .cpp are compiled, side by side, the others are what they
             include.
-        source_dir: Where they are.
+        source_dir: Their folder.
         flags: Compiler flags in addition to `FLAGS`.
         rebuild: True compiles although an equal build is cached.
 

@@ -63,7 +63,7 @@ class RowProducts:
 
         Args:
             x: [..., in], any number of rows.
-            matrices: Of each the weight [out, in] and its bias, as above.
+            matrices: Weight [out, in] and bias of each, as above.
 
         Returns:
             [..., out] of each, the same bits as of a call of its own.

@@ -34,7 +34,7 @@ class Form:
         out: Type of the output.
         ring: Type of the residual buffers; empty = there are none.
         scores: Exponentials are kept.
-        stage_bytes: Of pages under way in a block.
+        stage_bytes: Bytes of pages in flight in a block.
     """
 
     tiers: tuple[PageFormat, ...]

@@ -68,8 +68,8 @@ class CudaKernels:
         built: The cubin; None = compiled for the card, or from the cache.
 
     Attributes:
-        shared_bytes: Of a block of the decode kernel.
-        blocks: Of the decode kernel that the card holds at once.
+        shared_bytes: Shared memory of a block of the decode kernel, bytes.
+        blocks: Blocks of the decode kernel that the card holds at once.
 
     Raises:
         BuildError: They cannot be compiled or loaded.

@@ -191,7 +191,7 @@ class ListTier:
         is_reversed: A list's entries are filled from the right.
         num_k, num_v: Keys and values held, whole numbers.
         angles: fp32 [S, n, D / 2] to rotate stored keys by, or None.
-        rotation: How the angles follow from the slots, or None.
+        rotation: Source of the angles of slots, or None.
     """
 
     fmt: PageFormat

@@ -110,7 +110,7 @@ class Tuning:
     Args:
         block_slots: Slots that a turn of the loop reads, a power of two from 16 on; of keys with a scale per group of
             tokens no more than a group has.
-        warps: Of a program.
+        warps: Warps of a program.
         stages: Turns whose loads are under way.
     """
 
@@ -151,7 +151,7 @@ class SideLayout:
         GROUPS: Scales per vector.
         CHANNEL: Tokens that share a channel's scale; 0 = scales per token.
         CODE: Kind of code, an index of `CODES`.
-        FIT: How they are made, a number of `FITS`, or 0.
+        FIT: Rule of their scale, an index of `FITS`, or 0.
         ELEM: Element type.
         PTX: Uses of NVIDIA's instructions, as `ptx_level`.
     """

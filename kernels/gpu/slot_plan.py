@@ -125,7 +125,7 @@ class SlotPlan:
 
     Args:
         lists: int64 [M].
-        tier: Where new tokens go.
+        tier: Tier of new tokens.
         slot: int64 [M] slots that they take, -1 for a new one; what broke a rule is -1.
         goes_to: int64 [M] tiers that displaced tokens go to, -1 for none; None = all -1.
         goes_at: int64 [M] slots there, -1 for a new one; None = all -1.

@@ -35,7 +35,7 @@ class DecodeOperations(PageOperations):
             tiers: One to four tiers; with a ring, only tier 0.
             ring: Residual buffer or None.
             power: Probabilities are raised to this power (1 or 2) before the group is reduced.
-            group: How to reduce the query heads of a KV head into scores; None = no scores.
+            group: Reduction of the query heads of a KV head into scores; None = no scores.
             softmax: Caps and sinks of the layer.
 
         Returns:
@@ -98,7 +98,7 @@ class DecodeOperations(PageOperations):
             tier: All pages of each list, with bounds.
             count: int64 [S] pages to choose per list, >= 1; fewer where a list has fewer.
             width: The largest of `count`, as a number.
-            group: How the bounds of the query heads of a KV head are reduced.
+            group: Reduction of the bounds of the query heads of a KV head.
 
         Returns:
             The tier with only the chosen pages: ids [S, H, min(width, m)], and the slots that they hold.

@@ -135,7 +135,7 @@ class PromptOperations(Operations):
 
         Args:
             q: [Hq, N, D]; k: [H, N, D].
-            columns: Which queries count, and as what.
+            columns: Queries that count, and their form.
             lse, softmax: As for `prompt_scores`.
 
         Returns:
@@ -189,8 +189,8 @@ class PromptOperations(Operations):
         Args:
             q: [Hq, N, D].
             k: [H, N, D].
-            columns: Which queries count for a key, and as what.
-            reduction: How these sums become the score of a KV head.
+            columns: Queries that count for a key, and their form.
+            reduction: Reduction of these sums to the score of a KV head.
             lse: fp32 [Hq, N] the log-sum-exp of every query's logits and sink, which saves a pass where `takes_lse`.
             softmax: Caps and sinks of the layer.
 
@@ -217,7 +217,7 @@ class PromptOperations(Operations):
             q: [Hq, N, D].
             k: [H, N, D].
             queries, skip_near: As in `ColumnSums`.
-            group: How the query heads of a KV head are reduced.
+            group: Reduction of the query heads of a KV head.
             softmax: Caps and sinks of the layer.
 
         Returns:

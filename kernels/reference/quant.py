@@ -239,7 +239,7 @@ def encode_apart(x: Tensor, code: Code, count: int) -> tuple[Tensor, Tensor | No
     Args:
         x: [..., n].
         code: `book` or `book_channels`.
-        count: How many elements of a vector; where several are alike, the first ones.
+        count: Number of elements of a vector; where several are alike, the first ones.
 
     Returns:
         codes, scale and zero; which elements, uint8 [..., count]; what they have beyond their codes, fp16 [..., count].

@@ -36,7 +36,7 @@ class WindowOperations(Operations):
             history: Keys and values [H, M, D] of tokens before them, and int64 [H, M] their positions, -1 where there
                 is none; None = nothing comes before.
             first: Position of the first of the tokens.
-            window: How far each looks back.
+            window: Attention window of each query.
             softmax: Caps and sinks of the layer.
 
         Returns:

@@ -65,7 +65,7 @@ class CompressedCache(_Cache):
         """Bytes of the cache, item by item; after the block, those at its end.
 
         Args:
-            row: Of one row of the batch; None for the sum over all.
+            row: Row of the batch; None for the sum over all.
 
         Returns:
             The items of the ledger, `resident_bytes` (their sum), and `fp16_bytes`: an FP16 full cache of the same
@@ -220,7 +220,7 @@ class BatchCache(_Cache):
 
     Args:
         cache: That of the block.
-        number: Of the batch in the block, from 1 on.
+        number: Number of the batch in the block, from 1 on.
         new_tokens: Most tokens that are read after a prompt; None = all that the context has room for.
 
     Attributes:

@@ -176,7 +176,7 @@ def run(
         model: Name in conf/model, a folder or a hub id; or a model that is loaded already, with its tokenizer.
         protocol: Name in conf/protocol.
         limit: Samples per subset, or `first:n`; None for all.
-        results_dir: Where runs land.
+        results_dir: Folder of the runs.
         resume: False starts this run again from nothing.
         config_dir: A folder with `method/NAME.yaml` of one's own, as `--config-dir` takes it.
         settings: Any other settings by the names of the command line, such as `{"task.subsets": ["trec"],

@@ -25,7 +25,7 @@ class KeyOffsets:
     Args:
         rows: Sequences, each with vectors of its own unless there is a table.
         shape: The layers and heads of one part.
-        dtype: Of the vectors.
+        dtype: Dtype of the vectors.
         table: [L, H, D] vectors of all rows; None = the mean of the keys of each row's prompt.
 
     Source: SageAttention (Zhang et al. 2024, arXiv 2410.02367), the smoothing of K.

@@ -17,7 +17,7 @@ def claim(folder: Path | None = None) -> str | None:
     The second call of a process changes nothing.
 
     Args:
-        folder: Where the locks of this machine lie; a folder of the user's among the temporary files by default.
+        folder: Folder of this machine's locks; by default one of the user's among the temporary files.
 
     Returns:
         The GPU as CUDA_VISIBLE_DEVICES names it; None where there is none, or no choice.

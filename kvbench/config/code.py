@@ -137,7 +137,7 @@ def users_files(modules: Iterable[str], *, room: str, included: str = "") -> dic
     An import of a computed name is not seen.
 
     Args:
-        modules: Where to begin.
+        modules: Modules to begin with.
         room: A package of kvbench that counts.
         included: A module that counts in any case, with the installed package that it is part of.
     """

@@ -22,7 +22,7 @@ def copied_tokens(prompt: Sequence[int], behind: Sequence[int], positions: Seque
     Args:
         prompt: Token ids of the prompt.
         behind: All token ids after it.
-        positions: Of the forced tokens in `behind`; the two tokens before one may belong to the prompt.
+        positions: Positions of the forced tokens in `behind`; the two tokens before one may belong to the prompt.
 
     Returns:
         One flag for each of `positions`. The first two tokens of a copied span are no copies, and words that any text

@@ -40,7 +40,7 @@ class RequestQueue:
     """Requests in their own order, which depends on nothing else: a preempted one comes back to its index.
 
     Args:
-        requests: In the order in which they are answered.
+        requests: Requests in the order in which they are answered.
         group: Requests that are answered together before the next ones begin; None = each comes as soon as there is
             room.
         arrivals_s: Seconds of the clock, ascending, at which each request is there; None = all are.

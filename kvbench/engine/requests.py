@@ -60,7 +60,7 @@ class Request:
             compressed prompt.
         turns: Later turns of a conversation: each is read into the cache after the answer before
             it, and answered in its turn.
-        thoughts: How the answers may begin with thoughts; None where the prompt is no chat.
+        thoughts: Form of thoughts at the beginning of answers; None where the prompt is no chat.
         max_new_tokens: Length limit of each answer; 0 generates none, and only `gold` is forced.
         min_new_tokens: Stop rules are ignored before this many tokens.
         stop: The answer ends before the first of these strings.

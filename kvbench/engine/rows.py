@@ -99,7 +99,7 @@ class AnswerRow(Row):
     Of a conversation, `turns` are the answers before this one, as they go into the journal.
 
     Args:
-        seed: Of its random numbers (`answer_seed`); None for greedy decoding.
+        seed: Seed of its random numbers (`answer_seed`); None for greedy decoding.
         chosen: Tokens that the model has chosen so far, in all answers of the row.
     """
 

@@ -74,7 +74,7 @@ class Runner:
 
     Attributes:
         probe_s: Seconds that the second pass over the last prompt took, compression included; 0 without one.
-        spare_bytes: Of a GPU, that the next cache's pool leaves where its size follows from what is free.
+        spare_bytes: Bytes of a GPU that the next cache's pool leaves free where its size follows from free memory.
         lengths: The model's rotary tables that depend on a row's length.
 
     Raises:

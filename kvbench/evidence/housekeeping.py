@@ -32,7 +32,7 @@ class Entry:
     """One stored run.
 
     Args:
-        folder: Where it lies.
+        folder: Its folder.
         name: Its folder below the results.
         record: Content of its run.json.
     """

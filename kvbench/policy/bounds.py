@@ -18,8 +18,8 @@ class Extent:
     """The lengths of a sequence that was answered, which bounds depend on.
 
     Args:
-        prompt_tokens: Of the prompt.
-        tokens_seen: Of the prompt and all that was read after it.
+        prompt_tokens: Tokens of the prompt.
+        tokens_seen: Tokens of the prompt and of everything read after it.
         lists: Layers x KV heads.
         prompt_slots: Slots that the plan of the prompt left in all lists together.
         page_tokens: Tokens per page.
@@ -55,12 +55,12 @@ class Bounds:
 
     Args:
         why: The rule behind the bounds, before its number: `the budget 40 tokens allows`.
-        prompt: Of the prompt in each list.
-        prompt_mean: Of the prompt, the mean over lists.
-        prompt_sizes: Of the prompt in each list one of these numbers; empty = any.
-        end_mean: Of all tokens at the end, the mean over lists.
+        prompt: Prompt tokens in each list.
+        prompt_mean: Prompt tokens, the mean over lists.
+        prompt_sizes: Allowed numbers of prompt tokens in each list; empty = any.
+        end_mean: Tokens at the end, the mean over lists.
         tiers: Tiers that `in_tiers` is about.
-        in_tiers: Of all tokens at the end in `tiers`, the mean over lists.
+        in_tiers: Tokens at the end in `tiers`, the mean over lists.
         resident_bytes: Most bytes at the end.
     """
 
@@ -141,7 +141,7 @@ def quantised(extent: Extent, tiers: Sequence[int], beyond: int) -> Bounds:
 
     Args:
         extent: The sequence.
-        tiers: Where quantised tokens lie.
+        tiers: Tiers of quantised tokens.
         beyond: Tokens of which none need be quantised.
     """
     least = 1 / extent.lists if extent.tokens_seen > beyond else 0

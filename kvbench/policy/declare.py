@@ -53,13 +53,13 @@ class ScoreSpec:
         skip_near: Query i does not count for key j when i - j < skip_near; in decode steps too, which needs `pos`
             tracked.
         power: Probabilities are raised to this power (1 or 2) before they are reduced over queries.
-        query_reduce: How a prompt's probabilities are reduced over the queries that count for a key: `sum`, `mean` or
+        query_reduce: Reduction of a prompt's probabilities over the queries that count for a key: `sum`, `mean` or
             `max`.
         pool: `none`, `avg` (zero padding counts) or `max`, along the keys, stride 1.
         pool_kernel: Odd width of the pool.
         pool_stage: Pool each query head before the group is reduced, or the reduced score.
         pool_region: `prefix` pools only keys before the last `prefill_queries` tokens, `all` pools every key.
-        group_reduce: How the query heads of a KV head are reduced, after the reduction over queries in prefill, per
+        group_reduce: Reduction of the query heads of a KV head, after the reduction over queries in prefill, per
             step in decode.
         decode_update: Every decode step adds its reduced probabilities to the slots' scores.
         decode_replace: With `decode_update`: a step's probabilities replace the scores instead.
@@ -200,7 +200,7 @@ class ReadSpec:
         page_tokens: Slots per page, a multiple of 8.
         min_pages: Pages read at least, >= 1.
         dense_layers: First layers that read everything.
-        group_reduce: How the bounds of a KV head's query heads are reduced.
+        group_reduce: Reduction of the bounds of a KV head's query heads.
     """
 
     budget: Budget

@@ -58,7 +58,7 @@ class LayerTensors(ABC):
     different numbers of slots come in separate calls, so that no entry here is padding.
 
     Attributes:
-        layer: Which layer it is.
+        layer: Index of the layer.
         k, v: [H, n, D] keys, with their rotary positions, and values.
         pos: int64 [H, n] positions, ascending.
         tokens_seen: Tokens so far, which is also the position of the next one.

@@ -168,7 +168,7 @@ class Several(Rule):
     Args:
         item: Rule of each of them.
         alone: Rule of a value without a list; None = not allowed.
-        least: How many there are at least.
+        least: Least number of them.
         ordered: Their order means something.
     """
 

@@ -53,7 +53,7 @@ class Experiment:
         """The same run, with the same hash, forced to the answers of another instead of the gold ones.
 
         Args:
-            records: Of the other run, with their token ids; a sample without an answer is forced to give none.
+            records: Records of the other run, with their token ids; a sample without an answer is forced to give none.
         """
         answers: dict[str, list[Sequence[int]]] = {
             item["sample_id"]: [*(turn["token_ids"] for turn in item.get("turns", ())), item["token_ids"]]

@@ -22,7 +22,7 @@ class DataFile:
         rows: Rows of the whole benchmark; 0 where they are not counted.
         check: Check of a row.
         key: The setting of the task that chooses this file among others, by its first stem; empty for none.
-        part: How that setting calls it, where that is not its first stem.
+        part: Its name in that setting, where that is not its first stem.
         words: Further settings that choose it, as words of a command.
         list_file: Name of the authors' file that is one JSON list, for `task.data_dir`; empty for none.
         hub: (repository, path) pairs of data sets on the hub, best first: `.jsonl`, `.json` (one list), `.parquet`,
@@ -31,7 +31,7 @@ class DataFile:
         local: Further files that other tools leave on a machine, best first.
         url: Address of a gzip file that holds it, for what is not on the hub.
         official: SHA-256 of the authors' own file, where it is known.
-        by_hand: How to get it otherwise, an imperative.
+        by_hand: Another way to get it, as an imperative.
         has_questions: Its rows are questions; False where they are examples in front of those.
     """
 

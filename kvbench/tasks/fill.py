@@ -27,7 +27,7 @@ def fill_length(
         length: Most tokens.
         limit: Most units.
         least: Fewest units that make a prompt.
-        guess: Where to look first; None guesses two tokens a unit.
+        guess: First number to try; None guesses two tokens a unit.
 
     Returns:
         A number of units whose prompt has at most `length` tokens, within a few tokens of it unless a unit is longer.

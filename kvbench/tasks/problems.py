@@ -86,7 +86,7 @@ class Problems(Task):
 
     Args:
         data_dir: Folder with the files; None for the local caches, then the hub.
-        instruction: Where the instruction stands, before the problem or after it; None for where the form has it.
+        instruction: Position of the instruction, before or after the problem; None for that of the form.
 
     Raises:
         ValueError: As `Task`, or the form has no instruction to be moved.

@@ -37,7 +37,7 @@ def maj_at_k(right: int, wrong: Sequence[int], silent: int, k: int) -> float:
 
     Args:
         right: Right answers at hand; they vote for the same, however they are written.
-        wrong: How many vote for each of the wrong answers.
+        wrong: Votes for each of the wrong answers.
         silent: Answers that do not vote.
         k: Answers drawn, between 1 and all of them.
 

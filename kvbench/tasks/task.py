@@ -151,7 +151,7 @@ class Task(ABC):
     for the task; `kind`, the class of what an experiment gets.
 
     Args:
-        name: Which task it is.
+        name: Name of the task.
 
     Raises:
         ValueError: Names the first setting that may not be what it is, its value and what is allowed.
@@ -229,7 +229,7 @@ class Task(ABC):
             notes: Further fields of each result row.
             references: Sample id -> what its answer is scored against, as JSON types; None where there is nothing.
             scorer: See `TaskSet`, as for `more`.
-            rows: Where samples were read from; the rows that were set aside, the copies, and unused fields are named.
+            rows: Sources of the samples; the rows that were set aside, the copies, and unused fields are named.
         """
         if references is None:
             references = {request.sample_id: None for request in requests}

@@ -52,7 +52,7 @@ class TaskSet:
         turn_scorer: (sample id, which answer of the conversation from 0, answer without its thoughts) -> scores; for
             tasks whose requests have turns.
         grading_limit_s: Longest time to grade one answer, wall time; None for a grader that has limits of its own.
-        grading_workers: How many answers may be graded at a time while the model goes on with the next; for a grader
+        grading_workers: Most answers graded at a time while the model goes on with the next; for a grader
             that waits for other processes and may be called from several threads. 0: each where it comes up.
         by: Keys of the records' `meta` by which the scores are also reported, for example `length`. Conversations are
             reported by turn, too.

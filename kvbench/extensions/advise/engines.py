@@ -75,7 +75,7 @@ def flags_of(policy: "Policy", num_layers: int | None = None) -> list[str]:
 
     Args:
         policy: Any method.
-        num_layers: Of the model, where it is known: layers that are counted from the end need it.
+        num_layers: Layers of the model, if known: layers that are counted from the end need it.
     """
     from kvbench.policy import ByLayer
 

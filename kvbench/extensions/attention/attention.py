@@ -37,7 +37,7 @@ class Attention(Looks):
     """Reduces each layer's attention, keys and values of a prompt to what the pictures need.
 
     Args:
-        share: Of a query's attention that its critical tokens have together, in (0, 1).
+        share: Share of a query's attention that its critical tokens have together, in (0, 1).
         mapped: Layers of which the whole map is kept too, the mean over heads: 4 bytes x tokens^2 for each.
         top: Tokens that count as the heaviest ones of a head at a step.
     """

@@ -151,7 +151,8 @@ def greedy(
     step that saves no bytes is never taken.
 
     Args:
-        losses, sizes: Of the model with one layer at each precision, the gentlest first, and the others as usual.
+        losses, sizes: Losses and bytes of the model with one layer at each precision, the gentlest first, and the
+            others as usual.
         base: Its loss with all layers as usual.
 
     Returns:

@@ -38,8 +38,8 @@ class Size(NamedTuple):
     """A line of the table; None where there is no number.
 
     Args:
-        score: Of the task's metric.
-        share: Of the full cache's size, as the paper counts both.
+        score: Score in the task's metric.
+        share: Share of the full cache's size, as the paper counts both.
         size_bytes: That size where the paper states it in bytes.
         printed: The share that the paper printed for this row, model and task, in %.
         resident: Share of the FP16 full cache that was resident as the answers ended.

@@ -95,7 +95,7 @@ class Paper:
         name: Its name in published.csv.
         about: Short description.
         models: Printed name of a model -> the hub id that stands for it.
-        entries: In the paper's order, the tables first.
+        entries: Entries in the paper's order, the tables first.
         note: Note on all entries.
     """
 

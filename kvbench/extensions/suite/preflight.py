@@ -27,16 +27,16 @@ class Preflight:
 
     Args:
         task: Its name.
-        runs: How many runs.
+        runs: Number of runs.
         samples: Prompts of each run.
         answers: Answers of all runs.
-        there: How many of them are there already.
+        there: Number of complete runs.
         prompt_tokens: Tokens of a prompt on average.
         usual_s: Seconds that the rest takes if answers are as long as the right ones; None where these are not known.
         most_s: If they are as long as they may be.
         memory_bytes: The model, and one full cache and its prompt at the longest sample.
-        disk_bytes: Of the records of all answers that are not there, as long as they may be.
-        device: Where the answers were timed, in words.
+        disk_bytes: Bytes of the records of all missing answers, at their greatest length.
+        device: Description of the device that timed the answers.
     """
 
     task: str

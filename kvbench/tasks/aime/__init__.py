@@ -41,7 +41,7 @@ class Aime(Problems):
     """The task; a model's context must hold answers of 32,768 tokens unless `protocol.max_new_tokens` says otherwise.
 
     Args:
-        k: Of how many answers pass@k and maj@k are reported; None for 1, 2, 4, ... and `protocol.num_samples`.
+        k: Numbers of answers for which pass@k and maj@k are reported; None for 1, 2, 4, ... and `protocol.num_samples`.
     """
 
     metrics: ClassVar = {

@@ -44,7 +44,7 @@ class Group:
     Args:
         calls: Arguments of each call.
         expected: Return value of each; for `MATCH_TASKS` whether it was not None; of a large output its `digest`.
-        large: Which outputs are too large to send.
+        large: Mask of outputs that are too large to send.
         cpu_s: CPU time of each call, in seconds.
         sent_bytes: Size of all outputs, as sent.
         memory_bytes: Address space that was enough.

@@ -39,7 +39,7 @@ class Custom(Task):
         file: The JSONL file.
         metric: Metric of the answers.
         separator: Between context and question.
-        answer_prefix: How the answer begins.
+        answer_prefix: Beginning of the answer.
         max_new_tokens: Length limit of an answer.
         stop: Texts that end an answer.
     """

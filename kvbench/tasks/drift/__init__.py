@@ -54,11 +54,11 @@ class Drift(Task):
     """The task; no chat template is used, and there is no question.
 
     Args:
-        tokens: Of an answer.
-        prompt_tokens: Of text, that an answer goes on from.
+        tokens: Tokens of an answer.
+        prompt_tokens: Tokens of the text that an answer continues.
         items: Answers.
         file: The text; None for the documentation that ships with Python.
-        temperature: Of the answers, where the protocol is greedy.
+        temperature: Temperature of the answers, where the protocol is greedy.
         top_p: As `temperature`, for nucleus sampling.
     """
 

@@ -48,8 +48,8 @@ class HarnessTask(Task):
 
     Args:
         name: A task, a group or a tag.
-        harness: Whose task it is.
-        num_fewshot: In front of each question; None for the task's own number.
+        harness: Harness of the task.
+        num_fewshot: Examples in front of each question; None for the task's number.
         include_path: Folder with task YAMLs of the user's own, searched first.
         data_dir: Folder with a copy of the data set's repository; None for the cache, then the hub.
         metric: The one that stands for the task; None for the first.

@@ -41,9 +41,9 @@ class TwoRules(Task):
     """The task; the protocol's system message stands before the instructions.
 
     Args:
-        pairs: Which two kinds of instructions.
-        lengths: Of prompt, chat template and answers together.
-        items: Of each pair and length.
+        pairs: Pairs of kinds of instructions.
+        lengths: Tokens of prompt, chat template and answers together.
+        items: Items per pair and length.
         turns: Questions in each conversation.
         data_dir: Folder with essays, as for RULER; None for text of kvbench's own.
     """

@@ -38,10 +38,10 @@ class Needle(Task):
     """The task.
 
     Args:
-        lengths: Of prompt, chat template and answer together.
-        depths: How many depths, evenly from the beginning to the end of the text, or which, in percent of it.
-        items: Of each cell.
-        needles: In each prompt.
+        lengths: Tokens of prompt, chat template and answer together.
+        depths: Number of depths, evenly from the beginning to the end of the text, or a list of them, in percent of it.
+        items: Items per cell.
+        needles: Needles per prompt.
         values: Kind of the needles' values.
         answer_prefix: The prompt ends with the beginning of the answer.
         data_dir: Folder with the essays; None for text of kvbench's own.
@@ -115,7 +115,7 @@ def write(
 
     Args:
         item: Decides keys, values, where the text begins, and where other needles lie.
-        depth: Where the needle that is asked for lies, in percent of the sentences.
+        depth: Position of the needle in question, in percent of the sentences.
     """
     rng, keys = Random(f"kvbench/needle/{item}"), dict[str, str]()
     while len(keys) < spec.num_keys:

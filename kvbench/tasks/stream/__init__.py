@@ -88,7 +88,7 @@ class Stream(TextTask):
 
     Args:
         file: The text; None for the documentation that ships with Python.
-        prompt_tokens: Of each stream, read at once.
+        prompt_tokens: Tokens of each stream that are read at once.
         tokens: Tokens after them, read one by one.
         items: Streams; None for as many as the text has.
         past_context: Streams may go on beyond the model's context.

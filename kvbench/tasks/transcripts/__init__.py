@@ -31,8 +31,8 @@ class Transcript(Task):
     """A task of transcripts.
 
     Args:
-        lengths: Of prompt, chat template and answer together.
-        items: Of each length.
+        lengths: Tokens of prompt, chat template and answer together.
+        items: Items per length.
     """
 
     answer_tokens: ClassVar[int]

@@ -99,7 +99,7 @@ def decode(data: bytes, *, max_nodes: int = MAX_NODES) -> object:
 
     Args:
         data: One value, nothing after it.
-        max_nodes: How many values it may hold, the outer one included.
+        max_nodes: Most values that it may hold, the outer one included.
 
     Raises:
         WireError: No value, too deep, too many parts, or keys made to collide.
