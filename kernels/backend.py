@@ -1,5 +1,4 @@
-"""Operations that the store calls: the interface of every backend, and plain torch, which does them where no kernel
-can."""
+"""Interface of every backend: the operations that the store calls, in plain torch unless a backend overrides them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence, Set
@@ -34,7 +33,7 @@ class FusedStep(ABC):
     Attributes:
         strips: It takes the rotary position off keys itself before it writes them.
         turns: Its `attend` takes a rotation of the query and the key, as a fifth operand.
-        layer_scores: Of a step that `gives`, the last layer's scores: per tier, fp32 [S, H, n].
+        layer_scores: Last layer's scores of a step that `gives`: per tier, fp32 [S, H, n].
     """
 
     strips: bool = False
@@ -115,13 +114,13 @@ class Backend(DecodeOperations, PromptOperations, WindowOperations):
 
         Args:
             pages: The pool; it must not be moved while the step is open.
-            tiers: What each tier holds with the new token in it, with `ids` [S, L, H, m] and counts [S, L, H];
+            tiers: Contents of each tier with the new token, with `ids` [S, L, H, m] and counts [S, L, H];
                 `rotation` [S, m * T, D / 2] for all layers alike.
             num_q_heads: Query heads.
             seen: int64 [S] tokens before the incoming one.
-            target: Where the new token is written; None behind a ring.
+            target: Slots of the new tokens; None with a ring.
             ring: Residual buffers, or None.
-            scores: What happens to tracked scores; it does not give them.
+            scores: Update of the tracked scores; they are not returned.
             softmax: Caps and sinks of all layers.
 
         Returns:
@@ -153,14 +152,14 @@ class Backend(DecodeOperations, PromptOperations, WindowOperations):
 
         Args:
             pages: The pool.
-            tiers: Of all lists, the new token counted.
+            tiers: Tiers of all lists, the new token counted.
             shape: (layers, heads).
             rows: int64 [S] rows of the step's sequences.
-            held: Keys and values in pages, int64 [S, L, H] each, behind a ring; None = the tables' counts.
-            scores: What happens to tracked scores, or that each layer's are given.
+            held: Keys and values in pages, int64 [S, L, H] each, with a ring; None = the tables' counts.
+            scores: Update of the tracked scores, or return of each layer's.
             strip: Cosine and sine, fp32 [S, D / 2], of the angles that keys are rotated by before they are written;
                 None = they are written as they come.
-            choice: Which pages are read, of one tier with bounds; None = all.
+            choice: Pages that are read, of one tier with bounds; None = all.
             num_q_heads, seen, target, ring, softmax: As for `open_step`; contiguous.
 
         Returns:
@@ -229,7 +228,7 @@ class Backend(DecodeOperations, PromptOperations, WindowOperations):
             fmt: The pages' format, with the fields that the search needs.
             ids: int64 [M, m] page ids in slot order, M lists.
             held: int64 [M] slots.
-            search: What is sought, with numbers per list.
+            search: Criteria, with numbers per list.
 
         Returns:
             value fp32, slot int64, position int64, each [M]; infinity, -1 and -1 where no slot is eligible.

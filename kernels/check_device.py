@@ -1,9 +1,9 @@
 """Checks the GPU backend against the reference on a device: `python -m kvbench.kernels.check_device`.
 
 Needs torch and triton alone. Every operation runs on the device and, by the plain torch reference, in main memory, on
-the same random pages; page bytes must be identical, results within a bound. What made the attention of steps is named
-behind the findings. On a GPU, operations also run under torch's detector of synchronisation, and a whole decode step is
-captured in a CUDA graph and replayed. Exit status 0 when everything passed, with the decoder that was asked for.
+the same random pages; page bytes must be identical, results within a bound. The kernels that made the attention of
+steps are named after the results. On a GPU, operations also run under torch's detector of synchronisation, and a whole
+decode step is captured in a CUDA graph and replayed. Exit status 0 when everything passed, with the requested decoder.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def in_shares(module: str, words: list[str], jobs: int) -> int:
     """Runs a module that takes `--share I/N` in N processes, prints what they found, and adds it up.
 
     Args:
-        module: What to run.
+        module: Name of the module to run.
         words: Its other arguments.
         jobs: N.
 

@@ -1,9 +1,8 @@
-"""Checks of every backend before it touches memory: tensors of a shape, dtype or device that an operation does not
-take.
+"""Checks of every backend before memory is touched: shape, dtype and device of each tensor.
 
 One function per operation of `Backend`, called by everything that does it. They look at what tensors say of themselves
 and never at their data, so that they cost a microsecond or two and no synchronisation; the ranges of indices are
-checked by whoever reads them (csrc/limits.h, and torch's own indexing). A refusal is a mistake of the caller's program
+checked where they are read (csrc/limits.h, and torch's own indexing). A refusal is a mistake of the caller's program
 and no user's error: an AssertionError with a sentence, and nothing has been written.
 """
 
@@ -105,7 +104,7 @@ def within(fmt: PageFormat, num_pages: int, page: Tensor, slot: Tensor) -> None:
 
 
 def write(pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, x: Tensor, *, keys: bool) -> None:
-    """Of `write_keys` and `write_values`."""
+    """Checks of `write_keys` and `write_values`."""
     slots(pages, fmt, page, slot)
     vectors("k" if keys else "v", x, (len(page), fmt.slot.head_dim), pages.device)
     if keys and len(page) % fmt.slot.group_tokens:
@@ -121,7 +120,7 @@ def write_tracked(
     pos: Tensor | None,
     passes_over: bool = False,
 ) -> None:
-    """Of the operation of that name; `passes_over`: a page below 0 is not written to."""
+    """Checks of the operation of that name; `passes_over`: a page below 0 is not written to."""
     slots(pages, fmt, page, slot)
     if not passes_over:
         within(fmt, len(pages), page, slot)
@@ -139,7 +138,7 @@ def write_tracked(
 def widen_bounds(
     pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Tensor, passes_over: bool = False
 ) -> None:
-    """Of the operation of that name; `passes_over`: the bounds of a page below 0 are left alone."""
+    """Checks of the operation of that name; `passes_over`: bounds of a page below 0 stay unchanged."""
     slots(pages, fmt, page, slot)
     if not passes_over:
         within(fmt, len(pages), page, slot)
@@ -151,7 +150,7 @@ def widen_bounds(
 def move(
     pages: Tensor, fmt: PageFormat, src_page: Tensor, src_slot: Tensor, dst_page: Tensor, dst_slot: Tensor
 ) -> None:
-    """Of `move_slots`.
+    """Checks of `move_slots`.
 
     Raises:
         ValueError: Slots of this format do not stand alone.
@@ -224,7 +223,7 @@ def _heads(num_q_heads: int, heads: int) -> None:
 
 
 def softmax(how: Softmax, heads: tuple[int, ...], device: torch.device) -> None:
-    """Of caps and sinks of so many query heads, or layers and query heads."""
+    """Checks of caps and sinks of so many query heads, or layers and query heads."""
     if not 0 <= how.cap < float("inf"):
         raise _refuse("cap", how.cap, "logits are capped at a number above 0, or at 0, which is none")
     if how.sinks is not None:
@@ -242,7 +241,7 @@ def decode(
     group: Reduce | None,
     how: Softmax = PLAIN,
 ) -> None:
-    """Of `paged_decode`."""
+    """Checks of `paged_decode`."""
     if q.dim() != 3 or not tiers or tiers[0].ids.dim() != 3:
         raise _refuse("q", _said(q), "it must be [S, Hq, D], with ids [S, H, m] in every tier")
     num_seq, num_q_heads, head_dim = q.shape
@@ -270,7 +269,7 @@ def _buffers(ring: Ring | StepRing, lists: tuple[int, ...], head_dim: int, num_t
 
 
 def dense(pages: Tensor, tiers: list[TierPages], ring: Ring | None) -> None:
-    """Of `gather_dense`."""
+    """Checks of `gather_dense`."""
     if not tiers or tiers[0].ids.dim() != 3:
         raise AssertionError("gather_dense takes 1 to 3 tiers with ids [S, H, m]")
     lists, head_dim = tuple(tiers[0].ids.shape[:2]), tiers[0].fmt.slot.head_dim
@@ -281,7 +280,7 @@ def dense(pages: Tensor, tiers: list[TierPages], ring: Ring | None) -> None:
 
 
 def choose(q: Tensor, pages: Tensor, tier: TierPages, count: Tensor, width: int, group: Reduce) -> None:
-    """Of `choose_pages`."""
+    """Checks of `choose_pages`."""
     decode(q, pages, [tier], None, 1, group)
     index("count", count, (len(q),), pages.device)
     at_least("width", width, 1)
@@ -290,7 +289,7 @@ def choose(q: Tensor, pages: Tensor, tier: TierPages, count: Tensor, width: int,
 
 
 def scores(pages: Tensor, tier: TierPages, score: Tensor) -> None:
-    """Of `add_scores`."""
+    """Checks of `add_scores`."""
     lists = tuple(tier.num_k.shape)
     tier_pages(pages, tier, lists, tier.fmt.slot.head_dim)
     vectors("scores", score, (*lists, tier.ids.shape[-1] * tier.fmt.tokens_per_page), pages.device)
@@ -304,7 +303,7 @@ def tracked(fmt: PageFormat, name: str) -> None:
 
 
 def search(pages: Tensor, fmt: PageFormat, ids: Tensor, held: Tensor, search: SlotSearch) -> None:
-    """Of `slot_extreme`."""
+    """Checks of `slot_extreme`."""
     pool(pages, fmt)
     if not pages.is_contiguous():
         raise AssertionError("slots are searched in a pool that is one plain array")
@@ -334,7 +333,7 @@ def step(
     scores: StepScores,
     how: Softmax = PLAIN,
 ) -> None:
-    """Of `open_step`."""
+    """Checks of `open_step`."""
     if not tiers or tiers[0].ids.dim() != 4:
         raise AssertionError("a step takes 1 to 3 tiers with ids [S, L, H, m]")
     lists, head_dim = tuple(tiers[0].ids.shape[:3]), tiers[0].fmt.slot.head_dim
@@ -370,14 +369,14 @@ def step(
 
 
 def layer(q: Tensor, k: Tensor, v: Tensor, of_q: tuple[int, int, int], of_kv: tuple[int, int, int]) -> None:
-    """Of `FusedStep.attend`, in main memory: the shapes of q, and of k and v."""
+    """Checks of `FusedStep.attend`, in main memory: the shapes of q, and of k and v."""
     vectors("q", q, of_q, _MAIN)
     vectors("k", k, of_kv, _MAIN)
     vectors("v", v, of_kv, _MAIN)
 
 
 def prompt(q: Tensor, k: Tensor, v: Tensor | None = None, how: Softmax = PLAIN) -> None:
-    """Of what attends within a prompt: q [Hq, N, D], k and v [H, N, D]."""
+    """Checks of attention within a prompt: q [Hq, N, D], k and v [H, N, D]."""
     if q.dim() != 3 or k.dim() != 3:
         raise _refuse("q", _said(q), f"it must be [Hq, N, D] beside keys [H, N, D]; these are {_said(k)}")
     num_q_heads, length, head_dim = q.shape
@@ -389,7 +388,7 @@ def prompt(q: Tensor, k: Tensor, v: Tensor | None = None, how: Softmax = PLAIN) 
 
 
 def chunk(q: Tensor, k: Tensor, v: Tensor, history: tuple[Tensor, Tensor, Tensor | None], how: Softmax = PLAIN) -> None:
-    """Of `chunk_attention`."""
+    """Checks of `chunk_attention`."""
     prompt(q, k, v, how)
     past_k, past_v, live = history
     heads, _, head_dim = k.shape
@@ -401,7 +400,7 @@ def chunk(q: Tensor, k: Tensor, v: Tensor, history: tuple[Tensor, Tensor, Tensor
 
 
 def columns(q: Tensor, k: Tensor, sums: ColumnSums, how: Softmax = PLAIN) -> None:
-    """Of `column_scores`."""
+    """Checks of `column_scores`."""
     prompt(q, k, how=how)
     at_least("queries", sums.queries, -1)
     at_least("skip_near", sums.skip_near, 0)
@@ -410,7 +409,7 @@ def columns(q: Tensor, k: Tensor, sums: ColumnSums, how: Softmax = PLAIN) -> Non
 
 
 def reduction(how: HeadScores) -> None:
-    """Of how `prompt_scores` makes scores of column sums."""
+    """Checks of the reduction of column sums in `prompt_scores`."""
     choice("pool", how.pool, {*get_args(Pool)})
     choice("pool_stage", how.pool_stage, {*get_args(PoolStage)})
     choice("pool_region", how.pool_region, {*get_args(PoolRegion)})

@@ -22,7 +22,7 @@ for a small float:
   apart; value = scale * level + zero, where level 0 is the group's smallest number and 255 its largest. The table is
   the format's (`SlotFormat.k_table`, `v_table`), found by calibration; without one, levels are equally far apart.
 - `book_channels`: the same without scales in the page: what is written is levels already, nearest ones are stored.
-  Scales belong to a channel for good and lie beside the pages (`backend.Channels`).
+  Scales belong to a channel for good and are stored outside the pages (`backend.Channels`).
 
 Magnitudes are whole numbers below 128, so that a backend may multiply them in 8 bits.
 """
@@ -62,16 +62,16 @@ class Code:
         name: One of `NAMES`.
         bits: Bits per number.
         scale: Type of a group's scale.
-        zero: A zero point in fp16 is stored beside it.
-        fit: What the scale is made from: the group's `range` (`zero_point`: with a whole zero point), its `largest`
-            magnitude, its number farthest from 0 with its sign (`extreme`), its `norm`, least `squares`, or `either` of
-            two.
-        rounding: Of what lies on a border: to the `even` code, or `up`, away from 0.
-        magnitudes: Of signed tables: what the lower bits of a code stand for, in ascending order.
+        zero: An fp16 zero point is stored with it.
+        fit: Statistic of the group that sets the scale: the group's `range` (`zero_point`: with a whole zero point),
+            its `largest` magnitude, its number farthest from 0 with its sign (`extreme`), its `norm`, least `squares`,
+            or `either` of two.
+        rounding: Rounding of ties: to the `even` code, or `up`, away from 0.
+        magnitudes: Magnitudes of a signed table, by the lower bits of a code, in ascending order.
         unit: Factor on a scale that turns levels into values.
         deviation: With `norm`: levels per standard deviation of the group.
-        centre: What is taken off a level.
-        levels: Of calibrated tables: what each code stands for, in ascending order.
+        centre: Offset subtracted from a level.
+        levels: Level of each code of a calibrated table, in ascending order.
     """
 
     name: str

@@ -38,8 +38,7 @@ def _write(backend: Backend, pages: Tensor, fmt: PageFormat, page: Tensor, slot:
 
 
 def check_pages(plan: Plan) -> Iterator[Finding]:
-    """Checks the bytes that are written, the values that are read, and slots that are demoted or moved; page -1 is
-    skipped."""
+    """Checks written bytes, read values, and slots that are demoted or moved; page -1 must be skipped."""
     make = torch.Generator().manual_seed(1)
     for head_dim, _, names in plan.kinds:
         for name in names:
@@ -99,8 +98,10 @@ DEMOTED = (
 def _attend(
     plan: Plan, name: str, formats: list[PageFormat], dtype: torch.dtype, index: int, ring: Ring | None = None
 ) -> Iterator[Finding]:
-    """Checks one call that returns scores, one that adds them to the pages, and adding alone; `index` chooses query
-    heads per KV head, how scores are made, and, below 0, that half of the channels are rotated."""
+    """Checks a call that returns scores, one that adds them to the pages, and adding alone.
+
+    `index` selects query heads per KV head, the score's form and, below 0, rotation of half of the channels.
+    """
     make, long = torch.Generator().manual_seed(3), plan.tokens
     counts = [torch.tensor([[1, long], [formats[0].tokens_per_page, long // 2 + 3]])]
     counts += [torch.tensor([[0, 5], [long // 3, 0]]), torch.tensor([[3, 0], [1, 17]])][: len(formats) - 1]

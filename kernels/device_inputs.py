@@ -89,7 +89,7 @@ class Plan:
     """Device and extent of a check.
 
     Args:
-        device: Where the backend under test works.
+        device: Device of the backend under test.
         backend: Its operations.
         kinds: Head dims, query dtypes and formats.
         tokens: Slots of the longest list.
@@ -152,7 +152,7 @@ def bytes_differ(a: Tensor, b: Tensor) -> float:
 
 @contextmanager
 def no_synchronisation(device: torch.device) -> Iterator[None]:
-    """While this is open, an operation that makes the host wait for the GPU raises an error."""
+    """Context in which an operation that synchronises with the GPU raises an error."""
     if device.type != "cuda":
         yield
         return
@@ -189,7 +189,7 @@ def filled(plan: Plan, formats: list[PageFormat], counts: list[Tensor]) -> tuple
 
 
 def moved_to(tiers: list[TierPages], device: torch.device) -> list[TierPages]:
-    """These tiers on a device."""
+    """Copies of tiers on a device."""
     moved = [TierPages(t.fmt, t.ids.to(device), t.num_k.to(device), t.num_v.to(device)) for t in tiers]
     for mine, tier in zip(moved, tiers, strict=True):
         mine.rotation = None if (angles := tier.angles) is None else angles.to(device)

@@ -4,11 +4,11 @@ A page is a run of `page_bytes` bytes that holds the slots of one (sequence, lay
 in order (T slots of D channels):
 
 - K codes [D * k_bits / 8, T]: transposed, planar: byte w of a slot holds channels w, w + W, w + 2W, ... (W bytes); of 3
-  bits the lower two come first, and behind them the third; of 5 bits the lower four, and the fifth; of keys with fewer
+  bits the lower two come first, and after them the third; of 5 bits the lower four, and the fifth; of keys with fewer
   channels than values, the first ones
-- V codes [T, D * v_bits / 8]: slot after slot, planar likewise
+- V codes [T, D * v_bits / 8]: slot after slot, planar too
 - K scale, K zero: fp16 [groups, T] on axis token, [T / group, D] on axis channel; a scale is a byte where `codes` says
-- V scale, V zero: fp16 [groups, T], likewise
+- V scale, V zero: fp16 [groups, T], with the same exception
 - K apart, V apart: fp16 [n, T], what n elements of each vector have beyond what their codes stand for; K where, V
   where: bytes [n, T], which elements these are
 - score: fp32 [T], when tracked
@@ -17,8 +17,8 @@ in order (T slots of D channels):
   them
 
 16-bit sides hold the elements themselves (two bytes, fp16 or bf16), `native` fp32 models four. T is a multiple of 8, so
-every region starts on a multiple of 16 bytes without padding (of 8, behind an odd number of elements kept apart).
-Scores and positions lie inside the page, behind everything that attention reads. Side arrays sized for the tier with
+every region starts on a multiple of 16 bytes without padding (of 8, after an odd number of elements kept apart).
+Scores and positions lie inside the page, after everything that attention reads. Side arrays sized for the tier with
 the most slots per page would leave part of them unused in the others: 48 of 112 slots in a high page of DiffKV at D=64
 (7,168 B; K8V4 holds 64 slots, K4V2 112).
 """
@@ -44,19 +44,19 @@ class SlotFormat:
     Args:
         head_dim: Channels D of a key and of a value.
         k_bits: 1, 2, 3, 4, 5, 8 (codes) or 16, 32 (elements of `dtype`).
-        v_bits: Likewise.
+        v_bits: As `k_bits`, for values.
         k_channel_group: Tokens that share a per-channel key scale; 0 = scales per token.
         k_groups: Scales per key vector when per token.
         v_groups: Scales per value vector.
         symmetric: Where no code is named: no zero points are stored.
         fp8: Where no code is named: 8-bit sides are e4m3 floats without metadata.
-        k_code: How keys are coded, a name of `codes`; empty = `min_max`, unless `symmetric` or `fp8` says otherwise.
-        v_code: How values are coded, likewise.
-        k_table: Of `book` keys: the level of each code; empty = equally far apart.
-        v_table: Likewise for values.
+        k_code: Code of keys, a name of `codes`; empty = `min_max`, unless `symmetric` or `fp8` says otherwise.
+        v_code: Code of values; see `k_code`.
+        k_table: Level of each code of `book` keys; empty = equally far apart.
+        v_table: As `k_table`, for values.
         k_apart: Of keys of a calibrated table in one group: elements of each vector whose rest is kept apart, in 16
             bits.
-        v_apart: Likewise of values.
+        v_apart: As `k_apart`, for values.
         dtype: Element type of 16- and 32-bit sides.
         track: Tracked fields, a subset of ("score", "pos").
         k_channels: Channels that are stored of a key, the first ones; the others read as 0. Of elements only; 0 = all.
@@ -285,7 +285,7 @@ def choose_page_bytes(slots: Sequence[SlotFormat], *, tiled: bool = False) -> in
     Args:
         slots: The formats of all tiers, one head dim.
         tiled: Take only sizes at which every format has whole tiles of 64 slots (whole key groups, where keys share
-            scales over tokens), if there are such: the rest of a page behind its last tile takes another code path.
+            scales over tokens), if there are such: the rest of a page after its last tile takes another code path.
 
     Returns:
         Page size in bytes, a multiple of 16.

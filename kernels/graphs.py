@@ -14,11 +14,11 @@ Capture = Callable[[Callable[[], None]], Callable[[], None]]  # runs a step once
 def capturing(graph: torch.cuda.CUDAGraph, **how: Any) -> Iterator[None]:
     """Captures what is launched inside into a graph, as `torch.cuda.graph`, while Python collects no garbage.
 
-    Freeing an older graph ends a capture that is under way: on an H100, steps behind an engine that had ended could not
+    Freeing an older graph ends a capture that is under way: on an H100, steps after an engine that had ended could not
     be captured when its graphs were collected meanwhile.
 
     Args:
-        graph: What the launches go into.
+        graph: Graph that records the launches.
         how: Further arguments of `torch.cuda.graph`.
     """
     gc.collect()

@@ -27,8 +27,10 @@ def empty(*shape: int, dtype: torch.dtype, device: torch.device | str = "cpu") -
 
 
 def free_bytes(device: torch.device | str) -> int | None:
-    """Bytes that can still be taken on a GPU, what torch has set aside and does not use included; None in main memory,
-    where the operating system decides."""
+    """Bytes that can still be allocated on a GPU, unused memory of torch's allocator included.
+
+    None for main memory, where the operating system decides.
+    """
     device = torch.device(device)
     if device.type != "cuda":
         return None

@@ -1,5 +1,4 @@
-"""Operands of a backend: the tiers of a layer, residual buffers, reductions of scores, and criteria of a search of
-slots."""
+"""Operands of a backend: tiers of a layer, residual buffers, score reductions, and criteria of slot searches."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -23,7 +22,7 @@ class Softmax:
     """A model's softmax: cap of its logits, and attention sinks.
 
     Args:
-        cap: A logit x becomes cap * tanh(x / cap); 0 = it stays as it is.
+        cap: A logit x becomes cap * tanh(x / cap); 0 = no cap.
         sinks: fp32 [Hq] a logit of each query head that belongs to no key, and takes its share of every query's
             probability; [L, Hq] of several layers; minus infinity where a head has none. None = no head has one.
     """
@@ -36,11 +35,11 @@ class Softmax:
         return not self.cap and self.sinks is None
 
     def of_layer(self, layer: int) -> "Softmax":
-        """That of one of several layers."""
+        """Operand of one of several layers."""
         return self if self.sinks is None else replace(self, sinks=self.sinks[layer])
 
     def capped(self, logits: Tensor) -> Tensor:
-        """The logits behind the cap; of minus infinity, which masks a key, use it before that is put there."""
+        """The logits after the cap; of minus infinity, which masks a key, use it before that is put there."""
         return torch.tanh(logits / self.cap) * self.cap if self.cap else logits
 
     def probabilities(self, logits: Tensor) -> Tensor:
@@ -63,15 +62,19 @@ PLAIN = Softmax()
 
 @dataclass(frozen=True)
 class Window:
-    """Look-back of a layer: the last `num_tokens` tokens, the query's own among them; or `in_chunks`, back to the
-    beginning of the query's own chunk of so many."""
+    """Attention window of a layer: the last `num_tokens` tokens, the query's included.
+
+    With `in_chunks`, back to the beginning of the query's chunk of `num_tokens`.
+    """
 
     num_tokens: int
     in_chunks: bool = False
 
     def sees(self, query: Tensor, key: Tensor) -> Tensor:
-        """bool [..., n, M]: which keys queries see, by their positions, int64 [..., n] and [..., M]; a key at -1 is
-        none."""
+        """Mask bool [..., n, M] of the keys that queries see, by positions int64 [..., n] and [..., M].
+
+        A key at position -1 is padding.
+        """
         query, key = query[..., :, None], key[..., None, :]
         near = query - key < self.num_tokens
         if self.in_chunks:
@@ -85,7 +88,7 @@ class StepScores:
 
     Args:
         power: Probabilities are raised to this power (1 or 2) before the group is reduced.
-        group: How the query heads of a KV head are reduced into scores; None = no scores.
+        group: Reduction of the query heads of a KV head into scores; None = no scores.
         update: Add each layer's scores to the tracked ones, or replace them; None leaves them alone.
         skip_near: A slot nearer to the query than this gets no score.
         gives: Hand out each layer's scores (`FusedStep.layer_scores`); then `update` is None and `skip_near` 0.
@@ -126,7 +129,7 @@ class HeadScores:
     """Reduction of the column sums of query heads to the scores of a KV head.
 
     Args:
-        group: How the query heads of a KV head are reduced.
+        group: Reduction of the query heads of a KV head.
         pool: Along the keys, stride 1.
         pool_kernel: Odd width of the pool.
         pool_stage: Pool each query head before the group is reduced, or the reduced score.
@@ -166,7 +169,7 @@ class InOrder:
     frequencies: Tensor
 
     def angles(self, num_slots: int, step: int = 1) -> Tensor:
-        """fp32 [S, num_slots, D / 2] angles of every `step`-th slot."""
+        """Angles of every `step`-th slot, fp32 [S, num_slots, D / 2]."""
         positions = self.first[:, None] + step * torch.arange(num_slots, device=self.first.device)
         return positions[..., None].float() * self.frequencies
 
@@ -179,11 +182,11 @@ class TierPages:
         fmt: The tier's page format.
         ids: int64 [S, H, m] page ids in slot order; entries past a list's end are ignored.
         num_k: int64 [S, H] keys held; slot i < num_k is read.
-        num_v: int64 [S, H] values held (differs from `num_k` only behind a residual buffer).
-        rotation: What the stored keys are rotated by: fp32 angles [S, m * T, D / 2], or positions in order; or None.
+        num_v: int64 [S, H] values held (differs from `num_k` only with a residual buffer).
+        rotation: Rotation of the stored keys: fp32 angles [S, m * T, D / 2], or positions in order; or None.
         channels: Scales of keys that belong to a channel for good, or None where a page has its own.
-        offset: fp32 [H, D] what keys were stored less, which is added before they are rotated; or None. The reference
-            alone knows it.
+        offset: fp32 [H, D] what keys were stored less, which is added before they are rotated; or None. Only the
+            reference supports it.
     """
 
     fmt: PageFormat
@@ -196,7 +199,7 @@ class TierPages:
 
     @property
     def angles(self) -> Tensor | None:
-        """fp32 [S, m * T, D / 2] that the stored keys are rotated by, or None."""
+        """Angles of the stored keys, fp32 [S, m * T, D / 2], or None."""
         if isinstance(self.rotation, InOrder):
             return self.rotation.angles(self.ids.shape[-1] * self.fmt.tokens_per_page)
         return self.rotation
@@ -231,7 +234,7 @@ class PageChoice:
     Args:
         count: int64 [S] pages per list, >= 1; fewer where a list has fewer.
         width: As large as the largest of them, or larger.
-        group: How the bounds of the query heads of a KV head are reduced.
+        group: Reduction of the bounds of a KV head's query heads.
         dense_layers: First layers of the step that read everything.
     """
 
@@ -250,7 +253,7 @@ class StepRing:
         rows: int64 [S] rows of the step's sequences.
         num_tokens: int64 [S, L, H] tokens of each list, the incoming one included.
         before: int64 [S, L, H] twice: keys and values in pages so far.
-        after: Likewise once this step is over.
+        after: The same counts after this step.
         flush_first: Quantise before attention, so that it reads the codes.
         most_leaving: Most keys and values of a list that leave in a step; None = as many as the buffers hold.
         frequencies: fp32 [D_rot / 2] rotary frequencies of the position that keys lose on their way to a page, a
@@ -270,8 +273,9 @@ class StepRing:
 
 @dataclass(frozen=True, kw_only=True)
 class SlotSearch:
-    """Criteria of the search for the slot with the smallest value; ties go to the lower position, then to the lower
-    slot.
+    """Criteria of the search for the slot with the smallest value.
+
+    Ties go to the lower position, then to the lower slot.
 
     Tensors are int64, one number per sequence, or per list (`per_list`).
 
@@ -292,7 +296,7 @@ class SlotSearch:
     first: int | Tensor = 0
 
     def per_list(self, lists: int) -> "SlotSearch":
-        """This search with every sequence's numbers repeated for its lists."""
+        """Repeat every sequence's numbers for each of its lists."""
         bounds = {name: getattr(self, name) for name in ("seen", "floor", "before", "exact")}
         return replace(self, **{name: x.repeat_interleave(lists) for name, x in bounds.items() if x is not None})
 
@@ -321,7 +325,7 @@ class TierTable:
         is_reversed: A list's pages begin at the right end of its entries.
         num_slots: int32 [lists] slots held.
         width: Pages of a list of the step at most.
-        rotation: How stored keys are rotated when they are read, or None.
+        rotation: Rotation of stored keys on reading, or None.
     """
 
     fmt: PageFormat

@@ -9,25 +9,25 @@ from torch import Tensor
 
 from kvbench.kernels.memory import empty, is_out_of_memory
 
-GROWTH_FACTOR = 8  # times the pages that a growing pool needs, for which it asks the operating system at once
+GROWTH_FACTOR = 8  # times the pages that a growing pool needs, which it reserves from the operating system at once
 
 
 class PoolExhausted(MemoryError):
-    """More pages were asked for than the pool has free; nothing was changed."""
+    """More pages were requested than are free in the pool; nothing was changed."""
 
 
 class PagePool:
     """Fixed-size pages, handed out and taken back for many lists at once.
 
     The free list is a circular array of page ids between two counters that only rise, taken modulo its length. The
-    number of free pages is kept explicitly, because equal counters cannot tell full from empty. `others` counts the
-    holders of every page beyond the first, int32 [num_pages]; it is None, and costs nothing, while no page is shared.
-    `taken` counts pages that calls which were not waited for have taken at most; on a device alone.
+    number of free pages is kept explicitly, because equal counters are ambiguous between full and empty. `others`
+    counts the holders of every page beyond the first, int32 [num_pages]; it is None, and costs nothing, while no page
+    is shared. `taken` counts pages that calls which were not waited for have taken at most; on a device alone.
 
     Args:
         page_bytes: Bytes per page.
         num_pages: Pages at the start.
-        device: Where the pages live.
+        device: Device of the pages.
         growable: Grow in chunks when exhausted; otherwise `num_pages` is the limit.
 
     Source: DiffKV mem_mgt_kernels.cu (circular list, prefix-sum offsets).
@@ -139,7 +139,7 @@ class PagePool:
         after[pages] = left.clamp(min=0).to(torch.int32)
         return pages[left < 0], after if bool(after.any()) else None
 
-    # What the host knows of pages that are kept on a device (`kernels.gpu.table`).
+    # Host-side counts of pages that are kept on a device (`kernels.gpu.table`).
 
     @property
     def surely_free(self) -> int:
@@ -161,8 +161,7 @@ class PagePool:
         return slice(begin, until), slice(0, begin + count - until)
 
     def _grow(self, shortfall: int) -> None:
-        """Adds pages: at least the shortfall, at least half of what exists, so that copying stays linear in the
-        total."""
+        """Adds at least `shortfall` pages and at least half of the current number: copying stays linear in total."""
         old = self.num_pages
         extra = max(shortfall, old // 2, 64)
         free = torch.cat([self.free_ids(), torch.arange(old, old + extra, device=self.pages.device)])
@@ -182,8 +181,10 @@ class PagePool:
         self.start, self.end = 0, self.num_free
 
     def _make_room(self, num_pages: int) -> Tensor:
-        """Memory for so many pages, and where there is any for more, which it takes no part of before it is written to:
-        the pool goes on growing there without a copy."""
+        """Allocates `num_pages` pages and, where possible, reserves address space for more.
+
+        Reserved memory is untouched until it is written, so that the pool can grow without a copy.
+        """
         try:
             return self._make_pages(GROWTH_FACTOR * num_pages, self.pages.device)
         except Exception as problem:

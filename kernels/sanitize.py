@@ -22,8 +22,7 @@ REMEDY = "it is in the CUDA toolkit (package cuda-sanitizer) and in conda's cuda
 
 
 def find_sanitizer() -> str | None:
-    """Path of compute-sanitizer: on PATH, in CUDA_HOME, or where the toolkit is usually installed; None where it is
-    not there."""
+    """Path of compute-sanitizer: on PATH, in CUDA_HOME or at the toolkit's usual location; None if absent."""
     home = os.environ.get("CUDA_HOME", "")
     folders = [os.environ.get("PATH", ""), *([f"{home}/bin", f"{home}/compute-sanitizer"] if home else ()), *FOLDERS]
     folders += [str(path) for path in sorted(Path("/usr/local").glob("cuda-*/bin"), reverse=True)]
@@ -39,8 +38,11 @@ def command(sanitizer: str | None, tool: str, words: list[str]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the checks under each tool; 0 when all passed, 1 where a check or a tool found an error, 3 where a GPU's
-    checks passed without the sanitizer."""
+    """Runs the checks under each tool.
+
+    Returns 0 when all passed, 1 where a check or a tool reported an error, 3 where a GPU's checks passed without the
+    sanitizer.
+    """
     parser = argparse.ArgumentParser(prog=f"python -m {__spec__.name}", description=__doc__.split("\n")[0])
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu, where there is nothing to sanitize")
     parser.add_argument("--only", nargs="*", default=["attention"], help="which checks, as of check_device")

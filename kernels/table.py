@@ -1,4 +1,4 @@
-"""Page tables of all lists, and the bookkeeping of slots on them.
+"""Page tables of all lists, and slot allocation on them.
 
 A *list* is the cache of one (row, layer, KV head); its number is (row * layers + layer) * heads + head. Tier 0 grows
 from the left of the list's table row, tier 1 from the right. Tiers 2 and 3 share a second table in the same way.
@@ -20,7 +20,7 @@ class PageTable:
     """Map of slot i of tier t of every list to its page.
 
     Args:
-        pool: Where pages come from.
+        pool: Source of the pages.
         tokens_per_page: Slots per page of each tier.
         rows: Sequences that can be held at once.
         layers: Layers.
@@ -47,12 +47,14 @@ class PageTable:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of tables and counters, as the tensors hold them."""
+        """Bytes of the tensors of tables and counters."""
         return self.entries.nbytes + self.further.nbytes + self.num_slots.nbytes
 
     def row_bytes(self, max_slots: int | None = None) -> int:
-        """Bytes of the tables and counters that one row needs whose lists hold so many slots at most; None = those that
-        each row has, which are sized for the longest."""
+        """Bytes of the tables and counters of one row whose lists hold up to `max_slots` slots.
+
+        None = as each row is allocated, for the longest lists.
+        """
         if max_slots is None:
             return self.allocated_bytes // self.shape[0]
         entries = most_pages(max_slots, self.tokens_per_page) * (2 if len(self.further) else 1)
@@ -60,7 +62,7 @@ class PageTable:
         return self.shape[1] * self.shape[2] * each
 
     def num_pages(self, tier: int) -> Tensor:
-        """int64 [lists]: pages in use per list."""
+        """Pages in use per list, int64 [lists]."""
         return -(-self.num_slots[tier].long() // self.tokens_per_page[tier])
 
     def lookup(self, lists: Tensor, tier: int, slot: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,8 +71,10 @@ class PageTable:
         return self._table(tier)[lists, self._column(tier, index)].long(), slot % self.tokens_per_page[tier]
 
     def page_ids(self, lists: Tensor, tier: int, width: int) -> Tensor:
-        """The first `width` page ids of each list in slot order, int64 [..., width]; entries past a list's pages are
-        some valid id."""
+        """The first `width` page ids of each list in slot order, int64 [..., width].
+
+        Entries past a list's pages are some valid id.
+        """
         columns = self._column(tier, torch.arange(width, device=lists.device))
         return self._table(tier)[lists[..., None], columns].long()
 
@@ -81,8 +85,7 @@ class PageTable:
             lists: int64 [M], distinct.
             tier: Tier index.
             count: int64 [M], >= 0.
-            at_most: Pages that the call takes at most, where the caller knows; tables on a device need not be waited
-                for then.
+            at_most: Pages that the call takes at most, if known; tables on a device then need no synchronisation.
 
         Returns:
             First new slot of each list, int64 [M].
@@ -103,7 +106,7 @@ class PageTable:
                 entry = self._entry(lists, owner, tier, pages_before[owner] + index)
                 self._table(tier).view(-1)[entry] = ids.to(torch.int32)
             self.num_slots[tier, lists] = (before + count).to(torch.int32)
-        except BaseException:  # pages that no table names would be lost for good
+        except BaseException:  # allocated pages in no table would leak
             self.pool.undo_allocate(ids.numel())
             raise
         return before
@@ -121,12 +124,12 @@ class PageTable:
         self.pool.release(self._table(tier).view(-1)[entry])
         try:
             self.num_slots[tier, lists] = count.to(torch.int32)
-        except BaseException:  # a page that a table names must not be free
+        except BaseException:  # a page in a table must not be free
             self.pool.undo()
             raise
 
     def share(self, old: Tensor, new: Tensor) -> None:
-        """Lets empty lists hold what others hold; a page is copied once one of its holders writes to it (`unshare`).
+        """Shares the pages of lists with empty lists; a page is copied before one of its holders writes (`unshare`).
 
         Args:
             old, new: int64 [M] lists.
@@ -141,21 +144,21 @@ class PageTable:
             raise
 
     def _copy_entries(self, old: Tensor, new: Tensor) -> None:
-        """Lets lists name the pages that others name."""
+        """Copies table entries and slot counts of lists to other lists."""
         self.entries[new] = self.entries[old]
         if len(self.further):
             self.further[new] = self.further[old]
-        self.num_slots[:, new] = self.num_slots[:, old]  # last: until then the new lists hold nothing
+        self.num_slots[:, new] = self.num_slots[:, old]  # last: until then the new lists are empty
 
     def unshare(self, slots: list[tuple[int, Tensor, Tensor]]) -> None:
-        """Gives lists pages of their own where a page with a slot of theirs is held by others, too.
+        """Copies shared pages for lists that will write to the given slots (copy-on-write).
 
-        Call it before anything is written to these slots. One page more than needed is taken where all holders of a
-        page write in the same call.
+        Call it before these slots are written. If all holders of a page write in the same call, one page more than
+        necessary is copied.
 
         Args:
-            slots: (tier, lists int64 [M], slots int64 [M] that they hold), tier by tier; a slot may come twice, and one
-                below 0 is passed over.
+            slots: (tier, lists int64 [M], held slots int64 [M]) per tier; a slot may occur twice, and one below 0 is
+                skipped.
 
         Raises:
             PoolExhausted: The pool is exhausted; nothing was changed.
@@ -189,7 +192,7 @@ class PageTable:
             table.scatter_(0, where, ids)  # needs no memory
 
     def unshare_all(self, lists: Tensor) -> None:
-        """As `unshare`, for everything that lists (int64 [M]) hold."""
+        """Calls `unshare` for all slots of lists (int64 [M])."""
         if self.pool.others is None:
             return
         slots = []
@@ -199,7 +202,7 @@ class PageTable:
         self.unshare(slots)
 
     def plan_compaction(self, lists: Tensor, tier: int, keep: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Moves that make the kept slots the first ones; survivors from the end fill the lowest holes first.
+        """Plans moves that bring the kept slots to the front; kept slots from the end fill the lowest holes first.
 
         Args:
             lists: int64 [M].
@@ -227,16 +230,18 @@ class PageTable:
             lists: int64 [M], distinct; they share no page with others.
             tier: Tier index; fmt: its page format.
             keep: bool [M, n] over slot numbers.
-            move: Moves slots (page and slot of the source, page and slot of the target, int64 [moves] each); tables on
-                a device move their own.
+            move: Moves slots (page and slot of the source, page and slot of the target, int64 [moves] each); unused by
+                tables on a device.
         """
         owner, source, target, count = self.plan_compaction(lists, tier, keep)
         move(*self.lookup(lists[owner], tier, source), *self.lookup(lists[owner], tier, target))
         self.truncate(lists, tier, count)
 
     def count_rows(self, rows: Tensor) -> Tensor:
-        """Pages and slots of rows (int64 [S]), int64 [1 + tiers, S]: pages, and by tier the slots of the longest
-        list."""
+        """Pages and slots of rows (int64 [S]): int64 [1 + tiers, S].
+
+        Pages, then per tier the slots of the longest list.
+        """
         held = self.num_slots.view(self.num_tiers, self.shape[0], -1)[:, rows].long()
         pages = held.clone()
         for tier, size in enumerate(self.tokens_per_page):
@@ -256,24 +261,24 @@ class PageTable:
         done: list[tuple[Tensor, int, Tensor]],
         live: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Checks a step's plan against its lists, and takes the slots that it needs.
+        """Checks a step's plan against its lists, and reserves its slots.
 
         Args:
             lists: int64 [M].
-            tier: Where new tokens go.
-            slot, goes_to, goes_at: The plan, whole numbers [M] or of a shape with M entries; None as in `DecodePlan`.
-            acts: Slots may be overwritten.
-            unshare_all: Take everything that the lists hold out of shared pages, not only what is written to.
-            done: Takes (lists, tier, slots before) of everything that was reserved.
-            live: int64 [M], 0 for lists that take no part, whatever the plan says of them; only on a device.
+            tier: Tier of new tokens.
+            slot, goes_to, goes_at: The plan, integers [M] or of a shape with M entries; None as in `DecodePlan`.
+            acts: True if slots may be overwritten.
+            unshare_all: Copy all shared pages of the lists, not only those that are written.
+            done: Output list of reservations (lists, tier, slots before).
+            live: int64 [M], 0 for lists that are skipped, whatever their plan; only on a device.
 
         Returns:
-            Page and slot in it, int64 [tiers, M]: in `tier` of what comes in, in the others of what goes there, page -1
-            for nothing; and int32 [3], 1 where a slot, a tier, or a slot in it broke the rules, or None where they were
+            Page and slot within it, int64 [tiers, M]: in `tier` of the incoming token, in the others of a demoted one,
+            page -1 for none; and int32 [3], 1 where a slot, a tier, or a slot in it is invalid, or None if the plan was
             checked before.
 
         Raises:
-            PoolExhausted: Too few pages; what was reserved is in `done`.
+            PoolExhausted: Too few pages; `done` has the reservations so far.
         """
 
         def reserved(which: int, wanted: Tensor) -> Tensor:
@@ -304,10 +309,11 @@ class PageTable:
             page[which] = torch.where(target < 0, -1, page_ids)
         return page, inside, None
 
-    # What tables on a device do in a launch or two (`kernels.gpu.table`); those in main memory go their own ways.
+    # Operations that tables on a device do in a launch or two (`kernels.gpu.table`); tables in main memory do them in
+    # Python.
 
     def tier(self, tier: int, fmt: PageFormat, width: int, rotation: KeyRotation | None) -> TierTable:
-        """A tier of all lists as a step reads it, `width` pages per list at most."""
+        """Kernel operand of a tier of all lists, at most `width` pages per list."""
         raise NotImplementedError("tables in main memory name the pages of a step")
 
     def find_extreme(
@@ -319,20 +325,21 @@ class PageTable:
     def tracked_slots(
         self, lists: Tensor, tier: int, fmt: PageFormat, width: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Tracked fields of the first `width` slots of lists (int64 [M]): score fp32, position int64, and bool: the
-        list holds the slot; [M, width] each. And int64 [M] slots held."""
+        """Tracked fields of the first `width` slots of lists (int64 [M]).
+
+        Score fp32, position int64 and a bool mask of held slots, [M, width] each, and int64 [M] slots held.
+        """
         raise NotImplementedError("in main memory the fields of pages are gathered")
 
     def tell(self, post: Callable[[Tensor, Callable[[], Callable[[list[int]], None]]], None]) -> None:
-        """Posts the pool's state to the host, where tables are on a device."""
+        """Posts the pool's state to the host; only tables on a device need it."""
 
     def used_page_ids(self) -> Tensor:
-        """All page ids that the tables name, int64, once for every holder; walks every list. For checks and
-        recounts."""
+        """All page ids in the tables, int64, one per holder; walks every list. For checks and recounts."""
         return self._pages_of(torch.arange(self.num_lists, device=self.entries.device))
 
     def _pages_of(self, lists: Tensor) -> Tensor:
-        """The page ids of lists (int64 [M]), tier by tier."""
+        """Page ids of lists (int64 [M]), tier by tier."""
         ids = []
         for tier in range(self.num_tiers):
             owner, index = _spread(self.num_pages(tier)[lists])
@@ -350,7 +357,7 @@ class PageTable:
         return self.max_pages - 1 - index if tier % 2 else index
 
     def _check_room(self, lists: Tensor, tier: int, pages_after: Tensor) -> None:
-        """Two tiers in one table must not cross, before anything is written."""
+        """Raises ValueError if two tiers would overlap in a table row, before anything is written."""
         used = pages_after
         if (other := tier ^ 1) < self.num_tiers:
             used = used + -(-self.num_slots[other, lists].long() // self.tokens_per_page[other])
@@ -362,15 +369,14 @@ class PageTable:
 
 
 def most_pages(max_slots: int, tokens_per_page: tuple[int, ...]) -> int:
-    """Table entries of a list that holds so many slots at most over all tiers, the last page of each perhaps not
-    full."""
+    """Most table entries of a list that holds up to `max_slots` slots over all tiers, partial last pages included."""
     return -(-max_slots // min(tokens_per_page)) + len(tokens_per_page)
 
 
 def _spread(count: Tensor) -> tuple[Tensor, Tensor]:
-    """For `count[m]` (int64 [M]) places of every list m, list by list: whose each one is, and its number among them."""
+    """Expand `count[m]` (int64 [M]) entries of every list m: each entry's list, and its index within it."""
     end = count.cumsum(0)
     index = torch.arange(int(count.sum()), device=count.device)
-    # Not repeat_interleave, which wakes other threads on a CPU, for two numbers too.
+    # Not repeat_interleave, which wakes other threads on a CPU even for two numbers.
     owner = torch.searchsorted(end, index, right=True)
     return owner, index - (end - count)[owner]

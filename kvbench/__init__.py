@@ -39,7 +39,7 @@ __all__ = [
     "table",
 ]
 
-# Where each name comes from; imported when it is asked for, since the command line answers without torch.
+# Where each name comes from; imported on access, since the command line works without torch.
 _MODULES = {
     "kvbench.api.compress": ("CompressedCache", "compress"),
     "kvbench.api.generate": ("Generation", "generate"),
@@ -52,7 +52,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> object:
-    """Import what this package offers when it is asked for."""
+    """Import public names of this package on access."""
     for module, names in _MODULES.items():
         if name in names:
             return getattr(import_module(module), name)

@@ -10,7 +10,7 @@ from kvbench.cli.main import main
 def run() -> NoReturn:
     """Run a command, and end the process as Python ends, so that libraries stop the workers that they started.
 
-    What lies there is frozen: to search it for cycles once more takes a second, and the system frees it at once.
+    Live objects are frozen: searching them for cycles once more takes a second, and the system frees them at once.
     """
     code = main()
     gc.freeze()

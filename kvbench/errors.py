@@ -28,8 +28,8 @@ class KvbenchError(ValueError):
 
     Args:
         message: The value, the rule and the remedy.
-        setting: The setting as it is written on the command line, for example `method.budget`; None where it is about
-            no single one.
+        setting: The setting in its form on the command line, for example `method.budget`; None for an error about no
+            single one.
     """
 
     code: ClassVar[str]
@@ -117,7 +117,7 @@ def check_whole(key: str, value: object, minimum: int, otherwise: str = "") -> i
     """Read a setting that is a whole number of at least `minimum`; True and 1.0 are none.
 
     Args:
-        otherwise: What else may be written, as the end of the message; the caller takes it out first.
+        otherwise: Other allowed forms, as the end of the message; the caller removes them first.
 
     Raises:
         SettingValue: It is not one.
@@ -133,7 +133,7 @@ def check_keys(keys: Iterable[object], known: Iterable[str], *, what: str | None
     Args:
         keys: The keys that were set.
         what: The kind of key, as the message says it; a setting of the command line by default.
-        prefix: What stands before each key where the user writes it, for example `store.`.
+        prefix: Prefix of each key on the command line, for example `store.`.
 
     Raises:
         SettingUnknown: Names the first unknown key, those that exist, and the nearest; NameUnknown with `what`.
@@ -151,7 +151,7 @@ def check_keys(keys: Iterable[object], known: Iterable[str], *, what: str | None
 
 
 def unknown_name(what: str, value: object, known: Iterable[str], *, setting: str | None = None) -> KvbenchError:
-    """Build the error for a name that does not exist: what does exist, and the nearest to what was asked.
+    """Build the error for a name that does not exist: the known names, and the nearest one.
 
     Args:
         what: The setting that held the name, for example `model.preset`.
@@ -197,12 +197,12 @@ def _near(value: object, known: Iterable[str]) -> str:
 
 
 class ExitRequested(RuntimeError):
-    """Code that kvbench called asked Python to end, as `sys.exit()` does; the message says who."""
+    """Code that kvbench called raised SystemExit, as `sys.exit()` does; the message names it."""
 
 
 @contextmanager
 def no_sys_exit() -> Iterator[None]:
-    """Make an error of whatever asks Python to end inside the block, so that it ends a job and not the command.
+    """Turn a SystemExit raised inside the block into an error, so that it ends a job and not the command.
 
     Ctrl-C goes through.
 
@@ -218,8 +218,7 @@ def no_sys_exit() -> Iterator[None]:
 
 
 def what_happened(error: BaseException) -> str:
-    """The exception in one sentence, with the class and the call of the code that raised it where that is none of the
-    harness."""
+    """The exception in one sentence, with its class and the call that raised it where that is outside the harness."""
     if isinstance(error, ExitRequested):
         return str(error)
     what = f"{type(error).__name__}: {error}".removesuffix(": ")

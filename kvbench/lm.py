@@ -1,8 +1,8 @@
 """kvbench as a model of lm-eval: `lm_eval.simple_evaluate(model="kvbench", ...)` after `import kvbench.lm`.
 
-lm-eval 0.4.13 finds models in its own table or by import, not by entry points, so its command line does not know this
-one by itself; `kvbench lm_eval ...` is that command line with this module imported. For versions that read
-entry points, this package has one in the group `lm_eval.models`. Index only the tasks you
+lm-eval 0.4.13 finds models in its own table or by import, not by entry points, so its command line does not list this
+one; `kvbench lm_eval ...` is that command line with this module imported. For versions that read entry points, this
+package has one in the group `lm_eval.models`. Index only the tasks you
 need: `TaskManager(include_defaults=False, include_path="kvbench/tasks")`.
 """
 
@@ -57,7 +57,7 @@ class KvbenchLM(LM):
             which differs by up to 0.011 nats on a model of 32 bits.
         batch_size: Prompts decoded together; lm-eval's `auto` takes the configuration's.
         max_batch_size: Not used.
-        device: Where the model runs; None takes the configuration's.
+        device: Device of the model; None takes the configuration's.
         rolling_prompt_tokens: Tokens at the beginning of each window of a text that is scored whole which are read and
             compressed at once, as a prompt, and so scored exactly; the rest goes through the cache one by one.
         **overrides: Further settings by their Hydra names, for example `{"method.budget": 256}` or
@@ -103,8 +103,9 @@ class KvbenchLM(LM):
         return self.model.fingerprint
 
     def set_cache_hook(self, cache_hook: "CacheHook") -> None:
-        """Let lm-eval's cache of answers (`use_cache`) count by what answers, too: its own key is the request alone, so
-        that one file gave every method and every model the answers of the first.
+        """Extend the key of lm-eval's cache of answers (`use_cache`) by the model and method.
+
+        lm-eval's key is the request alone, so that one file gave every method and every model the answers of the first.
 
         Raises:
             ValueError: The cache has keys that cannot be told apart.
@@ -132,8 +133,10 @@ class KvbenchLM(LM):
         return hash_identity({name: canonical(value) for name, value in ingredients.items()})
 
     def get_model_info(self) -> dict[str, Any]:
-        """Entries for the configuration of lm-eval's results: the bytes held since the last call, as means over the
-        prompts of each task, the ratio as in kvbench's tables."""
+        """Entries for the configuration of lm-eval's results: the bytes held since the last call.
+
+        They are means over the prompts of each task, the ratio as in kvbench's tables.
+        """
         held, self._held = self._held, {}
         means = {
             task: {"prompts": len(each), "resident_bytes": fmean(size), "resident_ratio": sum(size) / sum(full)}
@@ -242,7 +245,7 @@ class KvbenchLM(LM):
         return totals
 
     def _windows(self, text: str) -> Iterator[tuple[list[int], list[int]]]:
-        """lm-eval's windows of a text: context, and the tokens that are scored behind it."""
+        """lm-eval's windows of a text: context, and the tokens that are scored after it."""
         tokenizer = self.model.tokenizer
         begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
         ids = tokenizer.encode(text)
@@ -250,8 +253,10 @@ class KvbenchLM(LM):
         yield from map(make_disjoint_window, windows)
 
     def _exact(self, prompts: list[tuple[int, list[int], int]]) -> Iterator[float]:
-        """Log-likelihoods of the last tokens of prompts, which their own forward pass predicts; each item has a prompt,
-        and how many of its tokens at the end are scored."""
+        """Log-likelihoods of the last tokens of prompts, which their own forward pass predicts.
+
+        Each item has a prompt, and how many of its tokens at the end are scored.
+        """
         if not prompts:
             return
         runner = self._parts.make_engine(self.config, self.model, self.policy).runner
@@ -282,7 +287,7 @@ class KvbenchLM(LM):
         outcomes: dict[str, Outcome] = {}
 
         def keep(outcome: Outcome) -> None:
-            # lm-eval repeats a request itself when it wants several answers.
+            # lm-eval repeats a request itself for several answers.
             if outcome.repeat == 0:
                 outcomes[outcome.sample_id] = outcome
 
@@ -295,8 +300,9 @@ class KvbenchLM(LM):
 
 
 def full_names(method: str, settings: Mapping[str, object]) -> dict[str, object]:
-    """Settings by their full names: `budget` is the method's, as in `kvbench.generate`, unless a run has one of that
-    name.
+    """Settings by their full names.
+
+    `budget` is the method's, as in `kvbench.generate`, unless a run has a setting of that name.
 
     Raises:
         ValueError: There is no such method.
@@ -307,7 +313,7 @@ def full_names(method: str, settings: Mapping[str, object]) -> dict[str, object]
 
 
 def check_rolling(policy: "Policy", prompt_tokens: int) -> None:
-    """Refuse a method that compresses prompts only, asked to score texts that have none to compress."""
+    """Refuse to score texts without a prompt under a method that compresses prompts only."""
     if policy.prompt_only and prompt_tokens == 1 and not isinstance(policy, Full):
         raise SettingsConflict(
             f"{type(policy).__name__} compresses prompts only, and a text that is scored whole (loglikelihood_rolling) "

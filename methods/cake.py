@@ -14,7 +14,7 @@ from kvbench.policy import Allocation, LayerTensors, Number, PrefillView, Scored
 class AttentionShifts(Statistic):
     """Mean attention of the last queries plus a multiple of its variance over them, pooled along the tokens.
 
-    Beside it, unpooled: `entropy`, a token's part of the entropy of the queries' attention, and `variance`.
+    Also, unpooled: `entropy`, a token's part of the entropy of the queries' attention, and `variance`.
     """
 
     gamma: float
@@ -41,8 +41,9 @@ class AttentionShifts(Statistic):
 
 @dataclass(kw_only=True)
 class CAKE(Scored):
-    """Keeps the observation window and the tokens whose attention from it is large or changes; a layer's budget follows
-    from how widely and how unsteadily its window attends.
+    """Keeps the observation window and the tokens whose attention from it is large or changes.
+
+    A layer's budget follows from how widely and how unsteadily its window attends.
 
     Args:
         allocation: `preference`: layers in proportion to entropy ** (1 / tau1) * variance ** (1 / tau2) of the window's
@@ -55,7 +56,7 @@ class CAKE(Scored):
         pool_kernel: Odd width of the maximum over neighbouring tokens.
 
     Source: CAKE (Qin et al. 2025, arXiv 2503.12491), from the paper alone, since its code carries no licence that
-        says so: preference score, eviction indicator. Beside the paper, figures of its code's configuration: gamma 200
+        says so: preference score, eviction indicator. From its code's configuration, not the paper: gamma 200
         with a window of 32, and the temperatures (tau1, tau2) for 128 and 1,024 tokens a layer: Llama-3.1-8B (1.6, 0.6)
         and (1.6, 0.4), Mistral-7B-v0.3 (1.0, 0.8) and (0.8, 0.5), Qwen2.5-7B (0.4, 0.6) and (1.5, 0.6), Llama-2-7B
         (0.9, 2.3) and (1.9, 1.8), Llama-2-13B (1.8, 2.0) and (0.5, 0.4).

@@ -22,8 +22,8 @@ class ChunkKV(SnapKV):
 
     Source: ChunkKV (Liu et al. 2025, arXiv 2502.00299), Algorithms 1 and 2; NVIDIA/kvpress chunkkv_press.py, which
         takes the mean over a chunk and one choice for all heads of a layer.
-    Differs: the window is kept beside the chunks; the last chunk that fits in part stays in part, so that the budget
-        is met; the last chunk of a prompt may be shorter than the others.
+    Differs: the window is kept in addition to the chunks; the last chunk that fits in part stays in part, so that the
+        budget is met; the last chunk of a prompt may be shorter than the others.
     """
 
     chunk: Annotated[int, Whole(1, unit="tokens")] = 10

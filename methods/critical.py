@@ -12,7 +12,7 @@ class Critical(SnapKV):
     """Chooses among SnapKV's tokens in two stages: by attention alone, then by attention times projected values.
 
     Args:
-        first_stage: Share of a head's budget beside the window that goes by attention alone, in [0, 1].
+        first_stage: Share of a head's budget outside the window that goes by attention alone, in [0, 1].
         epsilon: Added to the attention before it is multiplied; >= 0.
         allocation: `uniform`; `ada` and `ada_pyramid` are CriticalKV over Ada-SnapKV and Ada-PyramidKV.
         value_aware: false leaves SnapKV, or what `allocation` makes of it.

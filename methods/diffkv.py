@@ -26,7 +26,7 @@ class DiffKV(kv.Policy):
         window: Last tokens that stay high, the incoming one included; >= 1.
         high: Tier of significant tokens.
         low: Tier of less significant ones.
-        queries: Queries that a token is scored by: -1 all from the token itself on, `later` all behind it, in decode
+        queries: Queries that a token is scored by: -1 all from the token itself on, `later` all after it, in decode
             steps too (section 4); > 0 of the prompt the last so many (released: 64).
         threshold: `N`: thresholds alpha / prompt length, as the calibration section, Algorithm 1 and the released code
             have it. `i`: alpha / (1-based position), as section 4 says.
@@ -47,7 +47,7 @@ class DiffKV(kv.Policy):
         prompt it is of their sums, in a step of that step's attention, as released. A prompt's pages are reserved for
         what stays, where the paper reserves for all and gives back. There is no budget, so no share of what was seen.
         `diffkv_artifact` from the released code: the score bug is off by
-        default, and slots keep their true position beside the count that the code packs into it.
+        default, and slots keep their true position, not only the count that the code packs into it.
     """
 
     alpha_h: Annotated[float, kv.Number(0, 1e9)] = 1.0

@@ -11,8 +11,9 @@ import kvbench.policy as kv
 
 @dataclass(kw_only=True)
 class DMS(kv.Policy):
-    """Keeps a sliding window, and behind it the tokens that its queries attended to more than a threshold; a token's
-    fate is decided when it leaves the window, once.
+    """Keeps a sliding window, and older tokens that its queries attended to more than a threshold.
+
+    A token's fate is decided when it leaves the window, once.
 
     Args:
         threshold: Mean attention that a token has to receive to stay, as a multiple of the uniform share 1 / (tokens
@@ -21,7 +22,7 @@ class DMS(kv.Policy):
         tier: Precision of what is kept.
 
     Source: DMS (Lancucki et al. 2025, arXiv 2506.05345): per-head lengths, eviction delayed by a window of 256 tokens.
-        NVIDIA/kvpress dms_press.py likewise puts the rule around a score that is at hand.
+        NVIDIA/kvpress dms_press.py, too, wraps an existing score in the rule.
     Differs: this is the rule without the training. In the paper a neuron of the key projection, trained with the model,
         decides when a token is written, and its decision waits; no such weights are here, so the attention received
         inside the window decides, at its end. Prompts are read with all tokens, where the paper masks evicted ones. A

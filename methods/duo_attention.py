@@ -76,7 +76,7 @@ class DuoAttention(kv.Policy):
         return kv.PrefillPlan(tier_of=tier_of.masked_fill(streams[..., None] & outside, kv.EVICT))
 
     def plan_decode(self, view: kv.DecodeView) -> kv.DecodePlan:
-        """In streaming heads, overwrite number t takes slot sinks + t mod recent, so no positions need to be stored."""
+        """Overwrites slot sinks + t mod recent at overwrite t of streaming heads, so no positions need to be stored."""
         turns = view.tokens_seen - view.prompt_tokens.clamp(min=self.sinks + self.recent)
         slot = torch.where(turns >= 0, self.sinks + turns % self.recent, -1)
         return kv.DecodePlan(slot=torch.where(self._streams_on(slot.device), slot[:, None, None], -1))

@@ -31,7 +31,7 @@ class ExpectedAttentionScore(Statistic):
             rotated = torch.einsum("hnd,hgde->hgne", keys, group)
             logit = logit + torch.einsum("hgne,hne->hgn", rotated, keys) * (seen.scale**2 / 2)
         is_sink = seen.pos < self.sinks
-        hidden = is_sink & ~is_sink.all(-1, keepdim=True)  # a prompt of sinks alone is ranked as it is
+        hidden = is_sink & ~is_sink.all(-1, keepdim=True)  # a prompt of sinks alone is ranked whole
         score = logit.masked_fill(hidden[:, None], float("-inf")).softmax(-1).mean(1)
         if self.value_norm:
             score = (score + self.epsilon) * torch.linalg.vector_norm(seen.v.float(), dim=-1)

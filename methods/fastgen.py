@@ -14,7 +14,7 @@ ROWS = 256  # queries whose attention lies in memory at once
 
 @dataclass(frozen=True)
 class Profile(kv.Statistic):
-    """Attention that a token receives, summed over queries; as `far`, the part from queries far behind it."""
+    """Attention that a token receives, summed over queries; as `far`, the part from queries far after it."""
 
     local: float
     also: ClassVar[tuple[str, ...]] = ("far",)
@@ -33,8 +33,9 @@ class Profile(kv.Statistic):
 
 @dataclass(kw_only=True)
 class FastGen(kv.Policy):
-    """Keeps of the prompt, in each head, the first of these sets that receives enough of the head's attention: the
-    first tokens; these and the most attended ones; these and the newest ones; everything.
+    """Keeps of the prompt, per head, the first of four sets that receives enough of the head's attention.
+
+    The first tokens; these and the most attended ones; these and the newest ones; everything.
 
     Args:
         recovery: Share of a head's attention that its set has to receive, the mean over the prompt's queries, in

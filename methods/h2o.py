@@ -18,14 +18,13 @@ from kvbench.policy import (
 
 @dataclass(kw_only=True)
 class H2O(Stepwise):
-    """Keeps, per KV head, the tokens with the largest attention summed over all queries so far, and the most recent
-    ones.
+    """Keeps, per KV head, the most recent tokens and those with the largest attention summed over all queries so far.
 
     In every decode step the new token takes the slot of the lightest token outside the recent window; with a threshold
     only where that one's attention, per query that counted, is below it, and the window is a share of the prompt.
 
     Args:
-        group: How the query heads of a KV head are reduced: `sum`, `mean` or `max`.
+        group: Reduction of the query heads of a KV head: `sum`, `mean` or `max`.
         one_shot: Never evict after the prompt, and do not update scores (the variant that several comparison papers
             ran).
         window: Recent tokens of the one-shot variant instead of `recent_share`; 0 = use the share.
@@ -34,11 +33,11 @@ class H2O(Stepwise):
 
     Source: FMInference/H2O utils_real_drop (H2OKVCache_LayerWise). `one_shot` with
         window 8: KVCache-Factory H2OKVCluster.
-    Differs: by default one kept set per KV head with the group's sum; the two budgets are one budget and a share. What
-        goes leaves before the next step's attention, not behind the last one's: attention sees the same tokens, and
-        one more is held in between. The original's masks, which free nothing and let a token come back, are not here.
-        Its budgets are of the prompt and stand still: a share of all tokens seen (`50%seen`), with which budget and
-        window grow, and `threshold` are kvbench's.
+    Differs: by default one kept set per KV head with the group's sum; the two budgets are one budget and a share.
+        Evicted tokens leave before the next step's attention, not after the last one's: attention sees the same tokens,
+        and one more is held in between. The original's masks, which free nothing and let a token come back, are not
+        here. Its budgets are of the prompt and stand still: a share of all tokens seen (`50%seen`), with which budget
+        and window grow, and `threshold` are kvbench's.
     """
 
     budget: BudgetText | None = 0.2

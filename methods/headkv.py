@@ -9,8 +9,9 @@ from kvbench.policy import Allocation, Number, Whole
 
 @dataclass(kw_only=True)
 class HeadKV(SnapKV):
-    """Keeps the observation window and the tokens its queries attend to most; what a head keeps follows from a table of
-    one weight per layer and KV head.
+    """Keeps the observation window and the tokens its queries attend to most, by head budgets from a table.
+
+    The table has one weight per layer and KV head.
 
     Args:
         allocation: `table`: heads in proportion to `table`, above a floor of `alpha`.

@@ -31,21 +31,22 @@ class GumbelAttention(Statistic):
 
     def of_step(self, probability: Tensor, num_keys: Tensor, step: Tensor) -> Tensor:
         slot = torch.arange(probability.shape[-1], device=probability.device)
-        noisy = probability.log() + self.noise * gumbel(self.seed + 1, step, slot)  # a logit, but for a constant
+        noisy = probability.log() + self.noise * gumbel(self.seed + 1, step, slot)  # a logit, up to a constant
         tau = self.tau_init + (step + 1) * self.tau_delta
         return (noisy / tau).softmax(-1)
 
 
 @dataclass(kw_only=True)
 class Keyformer(Stepwise):
-    """Keeps, per KV head, a recent window and the tokens with the largest sums of noisy attention over all queries so
-    far; in every decode step the new token takes the slot of the lightest token outside the window.
+    """Keeps, per KV head, a recent window and the tokens with the largest sums of noisy attention over all queries.
+
+    In every decode step the new token takes the slot of the token with the lowest sum outside the window.
 
     Args:
         tau_init: Temperature in the prompt; > 0.
-        tau_delta: What each decode step adds to it; >= 0.
+        tau_delta: Increment of tau per decode step; >= 0.
         noise: Factor on the Gumbel noise; >= 0. 0 = none.
-        seed: Of the noise.
+        seed: Seed of the noise.
 
     Source: d-matrix-ai/keyformer-llm models/gptj-keyformer-lib/modeling_gptj.py (Adnan et al. 2024, arXiv 2403.09054):
         60 % of the prompt, 30 % of it recent, temperatures from 1 in steps of 0.01.

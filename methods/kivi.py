@@ -8,8 +8,9 @@ from kvbench.policy import Bounds, ByLayer, Choice, Extent, Residual, SettingsCo
 
 @dataclass(kw_only=True)
 class Kivi(ByLayer):
-    """Quantises every token but the newest: keys in groups of consecutive tokens per channel, values per token in
-    groups of channels.
+    """Quantises every token but the newest: keys per channel in groups of tokens, values per token.
+
+    Keys in groups of consecutive tokens, values in groups of channels.
 
     Args:
         bits: 1, 2, 4 or 8 for keys and values.

@@ -21,9 +21,11 @@ class OverBudget(kv.Compaction):
         return self.surplus(view.num_slots(0).flatten(1), view.budget_tokens(self.budget), coming=1) > 0
 
     def surplus(self, held: Tensor, tokens: Tensor, coming: int = 0) -> Tensor:
-        """Blocks int64 [...] beyond those that a budget of so many tokens per list allows the lists of a sequence
-        together, which hold int64 [..., M] slots; blocks that incoming tokens will open do not count yet. Of a share of
-        all tokens seen, whole blocks that leave room for `coming` tokens per list."""
+        """Blocks int64 [...] beyond the budget of a sequence's lists, which hold int64 [..., M] slots together.
+
+        The budget is `tokens` per list; blocks that incoming tokens will open do not count yet. Of a share of all
+        tokens seen, whole blocks that leave room for `coming` tokens per list.
+        """
         tokens = tokens.clamp(min=self.floor_tokens) if self.floor_tokens else tokens
         lists, held = held.shape[-1], kv.num_blocks(held, self.block)
         if self.budget.of_seen:

@@ -71,8 +71,9 @@ def scorer(press: str, settings: tuple[str, ...]) -> Any:
 
 @lru_cache(maxsize=2)
 def prepared(press: str, settings: tuple[str, ...], model: str, dtype: torch.dtype) -> Any:
-    """The scorer, prepared for a model of which it sees the name and the type alone: KVzapPress and QFilterPress fetch
-    what was trained for a model of that name. It is fetched once.
+    """Prepares the scorer for a model, of which it sees the name and the type alone.
+
+    KVzapPress and QFilterPress fetch what was trained for a model of that name, once.
 
     Raises:
         ValueError: It looks at more of the model, or has nothing for a model of that name.
@@ -146,7 +147,7 @@ class KVPress(Ranked):
 
     Args:
         press: Class of kvpress that is a ScorerPress, such as KeyDiffPress.
-        settings: Its settings beside the compression ratio, each as name=value, such as [window_size=32].
+        settings: Its settings except the compression ratio, each as name=value, such as [window_size=32].
 
     Source: NVIDIA/kvpress scorer_press.py; the scorer is the installed package's own.
     Differs: `floor(ratio x tokens)` tokens stay as here for all methods; equal scores keep the earlier token; what goes

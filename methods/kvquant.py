@@ -12,11 +12,12 @@ TABLES = sum(2 * 2**bits for bits in WIDTHS)
 
 @dataclass(kw_only=True)
 class KVQuant(kv.Policy):
-    """Stores keys as they are before the rotary embedding and values as codes of tables that a calibration found for
-    each layer, their outliers apart, and the first tokens of a prompt in 16 bits.
+    """Stores keys before the rotary embedding and values as codes of calibrated tables, outliers apart.
 
-    A key's scale and zero belong to its channel for good and lie beside the pages, so that every token is coded as it
-    comes; a value vector has its own. Keys are rotated when they are read.
+    The tables are per layer; the first tokens of a prompt stay in 16 bits.
+
+    A key's scale and zero belong to its channel for good and are stored outside the pages, so that every token is coded
+    as it comes; a value vector has its own. Keys are rotated when they are read.
 
     Args:
         bits: 2, 3 or 4 for keys and values.

@@ -8,8 +8,9 @@ from kvbench.policy import Bounds, ByLayer, Choice, Extent, Residual, Tier, Whol
 
 @dataclass(kw_only=True)
 class KVQuantStyle(ByLayer):
-    """Quantises keys as they are before the rotary embedding, in groups of consecutive tokens per channel, and rotates
-    them when they are read; values per token.
+    """Quantises keys before the rotary embedding, per channel in groups of consecutive tokens; values per token.
+
+    Keys are rotated when they are read.
 
     Rotation mixes pairs of channels by an angle that changes from token to token, so channels with outliers are easier
     to tell apart before it. `pre_rope=false` gives the same format after it, to measure just that.

@@ -39,7 +39,7 @@ class Reconstruction(Statistic):
 
 @dataclass(kw_only=True)
 class KVzip(Ranked):
-    """Asks the model to repeat the prompt, reads the prompt once more behind itself, and keeps what was looked at.
+    """Asks the model to repeat the prompt, reads the prompt once more after itself, and keeps what was looked at.
 
     No question is needed, so that a context can be compressed before any is asked. The second pass takes about as long
     as the first, and the whole prompt lies there uncompressed meanwhile; both are in the record (`probe_s`,
@@ -54,7 +54,7 @@ class KVzip(Ranked):
         NVIDIA/kvpress kvzip_press.py.
     Differs: the whole prompt is repeated, a chat's first tokens and where the task is not split its question included;
         the original keeps its system prompt and repeats what follows it. Attention is computed in fp32. Parts are
-        shorter where the model's context has no room for `part` tokens behind the prompt. Tokens that go are freed,
+        shorter where the model's context has no room for `part` tokens after the prompt. Tokens that go are freed,
         and the budget is met exactly.
     """
 

@@ -10,8 +10,9 @@ import kvbench.policy as kv
 
 @dataclass(kw_only=True)
 class MiniKV(kv.Policy):
-    """Keeps heavy hitters and a recent window of the prompt, all at `bits`; generated tokens pass a 16-bit buffer and
-    are never evicted.
+    """Keeps heavy hitters and a recent window of the prompt, all at `bits`.
+
+    Generated tokens pass a 16-bit buffer and are never evicted.
 
     Args:
         heavy: Mean over layers of the heavy hitters' share of the prompt, in (0, 1].

@@ -28,13 +28,14 @@ class RecentAttention(kv.Statistic):
 
 @dataclass(kw_only=True)
 class PyramidInfer(kv.Policy):
-    """Keeps first and newest tokens, and of the others in each layer those that recent queries attend to most in the
-    layer below, among what that one kept; all heads of a layer keep the same. The first layer has its own attention.
+    """Keeps first and newest tokens, and in each layer those attended to most in the layer below, among its kept ones.
+
+    Recent queries decide; all heads of a layer keep the same tokens. The first layer uses its own attention.
 
     Args:
-        budget: What stays of the prompt, the mean over layers: ratio, tokens per head, or bytes.
-        decay: What a layer keeps of the layer below where the pyramid is steepest, at the top, in (0, 1]; between, the
-            share falls from 1 along half a cosine. 1 = all layers keep as much.
+        budget: Tokens kept of the prompt, the mean over layers: ratio, tokens per head, or bytes.
+        decay: Share that a layer keeps of the layer below where the pyramid is steepest, at the top, in (0, 1];
+            between, the share falls from 1 along half a cosine. 1 = all layers keep as much.
         recent_share: Share of the prompt whose queries count, its end, in [0, 1].
         distance_weight: Weight of the newest query, where the oldest that counts has 1; > 0.
         sinks: First tokens that always stay.
@@ -86,7 +87,7 @@ class PyramidInfer(kv.Policy):
         return kv.PrefillPlan(tier_of=tier_of)
 
     def shape(self, num_layers: int) -> Tensor:
-        """fp64 [L]: what each layer keeps, relative to the first; it never rises."""
+        """Share that each layer keeps, fp64 [L], relative to the first; it never rises."""
         steps = [
             (1 - self.decay) * (math.cos(math.pi * i / num_layers) + 1) / 2 + self.decay for i in range(num_layers - 1)
         ]

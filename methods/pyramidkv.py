@@ -8,8 +8,9 @@ from kvbench.policy import Allocation
 
 @dataclass(kw_only=True)
 class PyramidKV(SnapKV):
-    """Keeps the observation window and the tokens its queries attend to most; lower layers keep more, and the mean over
-    layers is the budget.
+    """Keeps the observation window and the tokens its queries attend to most, with more of them in lower layers.
+
+    The mean over layers is the budget.
 
     Args:
         allocation: `pyramid`, which is SnapKV's even budget where a budget without its window is above half of the

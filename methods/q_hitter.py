@@ -11,8 +11,10 @@ import kvbench.policy as kv
 
 @dataclass(frozen=True)
 class HittersBearing(kv.Statistic):
-    """Attention and how small the errors of key and value would be, each from 0 to 1 over a layer, mixed; the attention
-    itself is `attention`."""
+    """Mix of attention and of how small key and value errors would be, each from 0 to 1 over a layer.
+
+    The attention itself is `attention`.
+    """
 
     bits: int
     mix: float
@@ -41,8 +43,9 @@ class HittersBearing(kv.Statistic):
 
 @dataclass(kw_only=True)
 class QHitter(kv.Scored):
-    """Keeps recent tokens, the most attended ones, and others by attention and by how little quantising them loses; all
-    of it is stored in few bits.
+    """Keeps recent tokens, the most attended ones, and others by attention and small quantisation loss.
+
+    Everything is stored in few bits.
 
     Args:
         mix: Weight of attention where both count, in [0, 1].
@@ -88,6 +91,6 @@ class QHitter(kv.Scored):
 
 
 def scaled(x: Tensor) -> Tensor:
-    """x, from 0 for its smallest number to 1 for its largest."""
+    """Scale `x` linearly, from 0 for its smallest number to 1 for its largest."""
     low, high = x.min(), x.max()
     return (x - low) / (high - low).clamp(min=1e-30)

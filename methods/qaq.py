@@ -14,8 +14,10 @@ BITS = kv.Choice((1, 2, 3, 4, 8), unit="bits")
 
 @dataclass(frozen=True)
 class NeededBits(kv.Statistic):
-    """Bits that a token's key needs so that no attention of the last queries errs by more than it may; those of its
-    value are `value_bits`."""
+    """Bits that a token's key needs so that no attention of the last queries errs by more than the tolerance.
+
+    Those of its value are `value_bits`.
+    """
 
     key_error: float
     value_error: float
@@ -37,16 +39,17 @@ class NeededBits(kv.Statistic):
 
 
 def bits(x: Tensor, precision: Tensor) -> Tensor:
-    """fp32 [H, n]: the bits at which codes of vectors x [H, n, D] are within 1 / precision of them."""
+    """Bits fp32 [H, n] at which codes of vectors x [H, n, D] are within 1 / precision of them."""
     x = x.float()
     return torch.log2((x.amax(-1) - x.amin(-1)) * precision / 2 + 1)
 
 
 @dataclass(kw_only=True)
 class QAQ(kv.Policy):
-    """Stores the key of each prompt token at one of two precisions and its value at one of two others, by what
-    attention of the last queries tolerates of each; the last prompt tokens and those of the answer have the higher
-    ones.
+    """Stores each prompt token's key at one of two precisions and its value at one of two others.
+
+    The attention of the last queries and its tolerance decide; the last prompt tokens and those of the answer have the
+    higher ones.
 
     Args:
         key_low: Bits of a key that tolerates them.
@@ -56,7 +59,7 @@ class QAQ(kv.Policy):
         key_error: Square of the error of attention logits that is tolerated; larger = fewer bits.
         value_error: Square of the error of the output that is tolerated; larger = fewer bits.
         largest_query: Largest element of a query, by which errors of keys count.
-        window: Last queries whose attention decides; the tokens behind the first of them have the higher bits.
+        window: Last queries whose attention decides; the tokens after the first of them have the higher bits.
         native: Store the model's own dtype instead (lossless; for tests).
 
     Source: ClubieDong/QAQ-KVCacheQuantization src/quantizer.py (Dong et al. 2024, arXiv 2403.04643): precision per

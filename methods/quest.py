@@ -20,7 +20,7 @@ class Quest(Policy):
         page_tokens: Tokens per page, a multiple of 8.
         min_pages: Pages read at least, the newest included; >= 1.
         dense_layers: First layers that read everything; >= 0.
-        group: How the bounds of a KV head's query heads are reduced: `max` or `mean`.
+        group: Reduction of the bounds of a KV head's query heads: `max` or `mean`.
         tier: Precision of what is kept, a token-axis tier; bounds are of keys before they are quantised.
 
     Source: Quest (Tang et al. 2024); mit-han-lab/Quest evaluation/quest_attention.py (pages of 16, at least three, two

@@ -19,7 +19,7 @@ class RandomControl(Scored):
     Args:
         sinks: First tokens that always stay.
         window: Last tokens that always stay, as in the methods it is compared with.
-        seed: Of the choice; the prompt's length is mixed in.
+        seed: Seed of the choice; the prompt's length is mixed in.
 
     Source: none (control). `random_trace`: Random Attention (arXiv 2609.03430), which keeps the prompt and evicts the
         trace of a thinking model at random, as others describe it; its text was not at hand.

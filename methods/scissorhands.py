@@ -32,7 +32,7 @@ class Scissorhands(kv.Policy):
 
     The prompt is cut to the budget by its last `history` queries. Whenever the budget is full and a token comes in, a
     share of the budget is dropped at once: the tokens that were below 1 / (tokens held) most often since the last drop.
-    The cache thus holds between 1 - `drop` and all of the budget; behind a prompt above it, the first step drops.
+    The cache thus holds between 1 - `drop` and all of the budget; after a prompt above it, the first step drops.
 
     Args:
         budget: Most tokens per KV head: ratio of the prompt, tokens, or bytes.

@@ -11,8 +11,9 @@ import kvbench.policy as kv
 
 @dataclass(kw_only=True)
 class SimLayerKV(kv.Policy):
-    """Keeps all tokens in some layers, and only the first and the last ones in lazy layers: those whose last prompt
-    queries attend to little else.
+    """Keeps all tokens in some layers, and only the first and the last ones in lazy layers.
+
+    In a lazy layer the last prompt queries attend to little else.
 
     A prompt of at most `sinks` + `recent` tokens is kept whole, and so is its answer: no layer was found lazy.
 
@@ -52,8 +53,10 @@ class SimLayerKV(kv.Policy):
         return kv.PrefillPlan(tier_of=view.filled(0).masked_fill(goes, kv.EVICT))
 
     def plan_decode(self, view: kv.DecodeView) -> kv.DecodePlan:
-        """In lazy layers, which hold fewer tokens than were seen, step t takes slot sinks + t mod recent: those of the
-        prompt lie in the order of their positions, so none need be stored."""
+        """Overwrites slot sinks + t mod recent at step t in lazy layers, which hold fewer tokens than were seen.
+
+        The prompt's tokens are in position order, so that none need be stored.
+        """
         turns = view.tokens_seen - view.prompt_tokens
         slot = (self.sinks + turns % self.recent)[:, None, None]
         return kv.DecodePlan(slot=torch.where(view.num_slots(0) < view.tokens_seen[:, None, None], slot, -1))

@@ -8,8 +8,9 @@ from kvbench.policy import Scored, SettingsConflict, Whole
 
 @dataclass(kw_only=True)
 class SnapKV(Scored):
-    """Keeps, per KV head, the observation window and the prompt tokens that its queries attend to most, pooled along
-    the prompt.
+    """Keeps, per KV head, the observation window and the prompt tokens that its queries attend to most.
+
+    The attention is pooled along the prompt.
 
     Args:
         window: Observation window, the last prompt queries, whose tokens stay and are part of the budget; >= 1.
@@ -21,7 +22,7 @@ class SnapKV(Scored):
     Source: FasterDecoding/SnapKV snapkv_utils.py; defaults of its LongBench configs (w32, k7, max).
     Differs: by default one kept set per KV head with the group's mean score before pooling; kept tokens are stored in
         position order; scores are summed in fp32; a prompt of exactly the budget is left alone; of equal scores, which
-        a pool makes many of, the earlier token stays. Nothing goes behind the prompt, as there; DiffKV compares it at
+        a pool makes many of, the earlier token stays. Nothing goes after the prompt, as there; DiffKV compares it at
         50 % of the cache and does not say how: with `50%seen` the scores are summed on over the answer, and the
         lightest token outside of the window makes room for each new one.
     """

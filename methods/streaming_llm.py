@@ -75,12 +75,15 @@ class StreamingLLM(kv.Policy):
         return kv.within(extent, self._budget, at_least=self.sinks + 1, at_end=0, floor=self.sinks + 1)
 
     def _room(self, view: kv.DecodeView) -> Tensor:
-        """int64 [S]: tokens that lists may hold of a share of all tokens seen, the incoming one among them."""
+        """Tokens that lists may hold of a share of all tokens seen, int64 [S], the incoming one among them."""
         return view.budget_tokens(self._budget).clamp(min=self.sinks + 1)
 
     def _ages(self, view: kv.DecodeView, num_slots: int) -> Tensor:
-        """The slots' indices where the window grows: recent tokens follow one another, wherever they lie. The positions
-        may be of before the step, when the incoming token lay nowhere or where one lies that has left the window."""
+        """Slot indices by age where the window grows; recent tokens are consecutive in slots.
+
+        The positions may be of before the step, when the incoming token had no slot, or that of one that has left the
+        window.
+        """
         slots = view.slots(0)
         pos, valid = (x[:, 0, 0, :num_slots] for x in (slots.pos, slots.valid))
         held = torch.minimum(view.tokens_seen + 1, self._room(view))[:, None]
@@ -90,8 +93,7 @@ class StreamingLLM(kv.Policy):
         return torch.cat([ages, (held - 1).expand(-1, num_slots - ages.shape[1])], 1)
 
     def _ring(self, view: kv.DecodeView) -> tuple[Tensor, Tensor]:
-        """Recent tokens per sequence, and how many overwrites came before this step (negative: the cache is not full
-        yet); int64 [S].
+        """Recent tokens per sequence, and the overwrites before this step (negative: not full yet); int64 [S].
 
         The recent slots form a ring: overwrite number t takes slot sinks + t mod recent, so no positions need to be
             stored.

@@ -11,8 +11,10 @@ import kvbench.policy as kv
 
 @dataclass(frozen=True)
 class ChannelLogits(kv.Probability):
-    """Attention, and of every key channel the Frobenius norm of its part of the logits of the queries that count: the
-    norm of the queries' channel, over all query heads of the KV head, times that of the keys'."""
+    """Attention, and per key channel the Frobenius norm of its part of the logits of the queries that count.
+
+    The norm of the queries' channel, over all query heads of the KV head, times that of the keys' channel.
+    """
 
     in_chunks: ClassVar[bool] = False
 
@@ -23,8 +25,9 @@ class ChannelLogits(kv.Probability):
 
 @dataclass(kw_only=True)
 class ThinK(kv.Policy):
-    """Stores the keys of the prompt without the channels that count least in the logits of its last queries, other
-    channels in each KV head; values, the window and what follows the prompt stay whole.
+    """Stores the keys of the prompt without the channels that count least in the logits of its last queries.
+
+    The channels differ by KV head; values, the window and the answer stay whole.
 
     Args:
         keep_channels: Share of the key channels that stays, in (0, 1], rounded up to whole channels.

@@ -12,8 +12,9 @@ import kvbench.policy as kv
 
 @dataclass(frozen=True)
 class TrigonometricScore(kv.Statistic):
-    """Logit of a head's mean query from positions to come, and what its queries' lengths add to it whatever their
-    direction is; the largest of a group.
+    """Logit of a head's mean query from later positions, plus a term of the queries' norms; the largest of a group.
+
+    The second term does not depend on their direction.
 
     Args:
         centres: Per layer, for each query head the mean query before its rotary embedding (D numbers), then per
@@ -45,11 +46,12 @@ class TrigonometricScore(kv.Statistic):
 
 @dataclass(kw_only=True)
 class TriAttention(kv.Scored):
-    """Keeps the prompt, and of the answer the tokens that queries to come would attend to, were they all at their
-    head's mean; scored by a model's table, without looking at any query.
+    """Keeps the prompt, and answer tokens that later queries would attend to, were they at their head's mean.
+
+    Scored by a model's table, without looking at any query.
 
     Args:
-        budget: What stays of the answer: ratio, tokens per head, or bytes, which count the prompt too.
+        budget: Tokens kept of the answer: ratio, tokens per head, or bytes, which count the prompt too.
         centres: The model's table: the path of a file that `kvbench calibrate what=centres` wrote, or a list of lists.
             null = none, then the model is refused.
         reach: Longest distance ahead that counts; distances are 1, 2, 4, .. up to it. >= 1.

@@ -33,7 +33,7 @@ class Uniform(ByLayer):
             keys first, such as `q8_0-q4_0` or `f16-q8_0`; also `mxfp4`.
         symmetric: Codes centred on zero, without zero points (integer tiers).
         splits: Equal groups that a vector is cut into, each with its own scale (integer tiers).
-        scales: Of `fp8`: the scales of a calibration, which never change: the path of a file that
+        scales: Calibrated scales of `fp8`, which never change: the path of a file that
             `kvbench calibrate what=scales` wrote, or a list of lists. One line per layer: the keys' scale and the
             values', or one for each KV head of keys and then of values. null = scales of 1.
         pre_rope: Quantise keys as they are before the rotary embedding, and rotate them when they are read; of formats

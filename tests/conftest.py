@@ -262,7 +262,9 @@ def embedded_model() -> LoadedModel:
 
 @pytest.fixture(scope="session")
 def tiny_model() -> Callable[..., LoadedModel]:
-    """Gives a factory of small random models: tiny_model(model_type, heads, head_dim, dtype, num_layers, seed, narrow).
+    """Factory of small random models.
+
+    tiny_model(model_type, heads, head_dim, dtype, num_layers, seed, narrow).
 
     A narrow one is a fourth as wide as its heads are together: the same cache, with less to compute beside it.
     """

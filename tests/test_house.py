@@ -181,9 +181,11 @@ def test_imports_point_down():
 
 
 def test_a_file_is_read_in_one_go():
-    """No source file has more than 420 lines, in Python or in C++."""
+    """No source file has more than 395 lines, in Python or in C++, without empty ones and those of closing quotes,
+    which a docstring's form decides."""
     paths = [*modules().values(), *(ROOT / "kernels").rglob("*.h"), *(ROOT / "kernels").rglob("*.cpp")]
-    assert not [path.name for path in paths if path.read_text().count("\n") > 420]
+    lines = {path.name: [line.strip() for line in path.read_text().splitlines()] for path in paths}
+    assert not [name for name, every in lines.items() if sum(line not in ("", '"""') for line in every) > 395]
 
 
 # Files of kvbench that may make a ValueError without a code: how many, and why no user sees it.

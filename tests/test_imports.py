@@ -126,8 +126,8 @@ def test_editable_install_imports_from_anywhere(clean_copy, tmp_path):
     # The target first: an environment with an editable kvbench of its own has a finder module of the same name.
     prelude = f"import site; site.addsitedir({str(target)!r})\n" + LIBRARIES
     run_probe(clean_copy, ISOLATED, prelude, cwd=tmp_path)
-    beside = clean_copy.parent
-    run_probe(clean_copy, ISOLATED, prelude + f"sys.path.insert(0, {str(beside)!r})\n", cwd=beside)
+    folder = clean_copy.parent
+    run_probe(clean_copy, ISOLATED, prelude + f"sys.path.insert(0, {str(folder)!r})\n", cwd=folder)
 
 
 @pytest.mark.exhaustive

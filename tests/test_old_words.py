@@ -1,6 +1,7 @@
-"""Names in the source: one idea has one name, of the field's, and no private word stands for several."""
+"""Names and prose in the source: one idea has one name, of the field's, and no private word stands for several."""
 
 import ast
+import functools
 import re
 
 from places import ROOT
@@ -47,23 +48,75 @@ def test_no_old_word_is_a_name():
     assert old == {}
 
 
+def test_tests_name_nothing_beside_or_turned():
+    """Two of the words are gone from the default tests, too, apart from names of tests, which are sentences."""
+    old = {}
+    for path in (ROOT / "tests").rglob("*.py"):
+        names_there = old_names(ast.parse(path.read_text(encoding="utf-8")))
+        if hits := {name for name in names_there if words(name) & {"beside", "turned"}}:
+            old[path.relative_to(ROOT).as_posix()] = sorted(hits)
+    assert old == {}
+
+
 def test_old_words_are_seen_in_every_form():
     """A variable, a parameter, an attribute, a class and an import with one of the words are named."""
     source = "own_rows = 1\ndef f(given): ...\nx.is_found\nclass AskedBack: ...\nimport a.beside\nf(told=1)\nrows = 2\n"
     assert old_names(ast.parse(source)) == {"own_rows", "given", "is_found", "AskedBack", "beside", "told"}
 
 
-# A first line names the thing or begins with a verb; these begin a clause.
-CLAUSES = re.compile(r"(What|How|Who|Whose|Whoever|Where|Whether|Which|When|Why)\b")
+# A first line names the thing or begins with a verb; these begin a clause, or say of what without saying what.
+CLAUSES = re.compile(
+    r"(What|How|Who|Whose|Whoever|Where|Whether|Which|When|While|Why|Is|Are|Of|As|It|They|That|These|Those"
+    r"|(u?int|fp|bf)\d+)\b"
+)
+# Turns of phrase of a translation; `What` as a subject, of a sentence or of an entry of `Args`.
+PHRASES = re.compile(
+    r"\b([Ll]ikewise|but for|[Gg]iv(e|es|en|ing) way|[Ww]hoever|[Bb]eside)\b|(^|[.;:] |\"\"\"|# )What(?!')\b"
+)
+
+
+@functools.cache
+def sources() -> list[tuple[str, str, list[str]]]:
+    """Path, text and docstrings of every Python file of the source, tests of extensions apart."""
+    paths = [path for room in ("kvbench", "methods", "kernels") for path in sorted((ROOT / room).rglob("*.py"))]
+    here = [path for path in paths if "tests" not in path.relative_to(ROOT).parts]
+    texts = [(path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")) for path in here]
+    return [(name, text, docstrings(text)) for name, text in texts]
+
+
+def docstrings(source: str) -> list[str]:
+    """Docstrings of a file, of a module, its classes and functions."""
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, kinds)]
+    return [text for node in nodes if (text := ast.get_docstring(node))]
+
+
+def prose(source: str, docs: list[str]) -> list[str]:
+    """Docstrings and comments of a file, each on one line."""
+    return [" ".join(text.split()) for text in [*docs, *re.findall(r"(?:^|\s)(# .*)$", source, re.MULTILINE)]]
 
 
 def test_no_docstring_begins_with_a_clause():
     """The first line of each docstring names the thing or begins with a verb."""
-    clauses = []
-    for path in (ROOT / "kvbench").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                text = ast.get_docstring(node) or ""
-                if CLAUSES.match(text):
-                    clauses.append(f"{path.relative_to(ROOT)}: {text.splitlines()[0]}")
-    assert clauses == []
+    lines = [(path, text.splitlines()[0]) for path, _, docs in sources() for text in docs]
+    assert [f"{path}: {line}" for path, line in lines if CLAUSES.match(line)] == []
+
+
+def test_no_phrase_of_a_translation():
+    """Docstrings and comments have none of the phrases that stopped readers."""
+    hits = [
+        (path, match[0], text)
+        for path, source, docs in sources()
+        for text in prose(source, docs)
+        if (match := PHRASES.search(text))
+    ]
+    assert hits == []
+
+
+def test_phrases_are_seen_in_docstrings_and_comments():
+    """A phrase over two lines of a docstring, an entry of Args and a comment are seen; a string of the code is not."""
+    doc = '"""Get all but\n    for one.\n\n    Args:\n        a: What it is.\n    """'
+    source = f'def f(a):\n    {doc}\n    # What b is\n    return "beside"\n'
+    texts = prose(source, docstrings(source))
+    assert [bool(PHRASES.search(text)) for text in texts] == [True, True]
+    assert PHRASES.findall(texts[0])[0][0] == "but for"

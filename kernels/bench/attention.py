@@ -41,7 +41,7 @@ FITS = 0.9  # of the free memory may be taken
 
 @dataclass(kw_only=True)
 class Settings(Common):
-    """Decode attention over pages of every format beside dense attention."""
+    """Decode attention over pages of every format, compared with dense attention."""
 
     what = "attention"
     quick = {
@@ -152,12 +152,14 @@ class Settings(Common):
         return made
 
     def _formats(self, cell: dict) -> list[str]:
-        """The formats of a cell: one tier alone lies behind a residual buffer."""
+        """The formats of a cell: one tier alone has a residual buffer."""
         return [name for name in self.formats if not (cell.get("ring") and "+" in name)]
 
     def need_bytes(self, cell: dict, device: str) -> int:
-        """Memory that a cell takes at its worst moment: all of its variants at once, the probe, and whichever is the
-        larger one of a buffer on its way to another and one sequence in fp64 beside its exact attention."""
+        """Peak memory of a cell: all its variants, the probe, and the larger of two temporaries.
+
+        These are a buffer while it is copied, and one sequence in fp64 with its exact attention.
+        """
         queries, heads, dim = parse_shape(cell["shape"])
         length, batch = cell["length"], cell["batch"]
         numbers = 2 * heads * dim * length * batch  # of keys and values
@@ -183,7 +185,7 @@ class Settings(Common):
             for peer in filter(lambda each: each.is_there, peers.PEERS):
                 size = numbers * peer.kind.itemsize
                 count = caches.num_buffers(size, self.working_set(device), self.max_buffers)
-                held += size + peer.need_bytes(numbers, count)  # beside its buffers, what they are copies of
+                held += size + peer.need_bytes(numbers, count)  # its buffers and their originals
         on_its_way = max([0, *(size for size, count in paged if count > 1)])
         exact = 8 * (numbers // batch + 3 * queries * length)
         return int(held + max(on_its_way, exact) + machine.PROBE_BYTES + machine.PROBE_STEP_BYTES)
@@ -203,8 +205,10 @@ class Settings(Common):
             raise Skipped(f"needs about {need / 1e9:.1f} GB and {free / 1e9:.1f} GB are free")
 
     def _dense(self, name: str, q: Tensor, k: Tensor, v: Tensor) -> list[Variant]:
-        """Two forms of the same attention in torch: the group as query heads, as models do, and as query tokens, which
-        reads every key once."""
+        """Two dense forms of the attention in torch: the group as query heads, as in models, or as query tokens.
+
+        The second reads every key once.
+        """
         dtype, scale = DTYPES[name], q.shape[-1] ** -0.5
         size = (k.numel() + v.numel()) * dtype.itemsize
         count = caches.num_buffers(size, self.working_set(k.device.type), self.max_buffers)
@@ -299,8 +303,10 @@ class Settings(Common):
 
 
 def unlike_lengths(batch: int, heads: int, length: int, seed: int) -> Tensor:
-    """Tokens of lists, int64 [S, H], from an eighth of a length up to all of it, log-uniform, in whole groups; one has
-    all of it."""
+    """Lengths of lists, int64 [S, H], log-uniform from an eighth of `length` to all of it, in whole groups.
+
+    One list has all of it.
+    """
     share = LEAST_LIST ** torch.rand(batch * heads, generator=torch.Generator().manual_seed(seed))
     share[0] = 1.0
     return (

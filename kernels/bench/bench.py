@@ -1,5 +1,8 @@
-"""The parts that every bench shares: settings read from `key=value` words without any library, the loop over
-cells, the JSON document that it fills, a plain table, and the command line."""
+"""Parts that every bench shares.
+
+Settings read from `key=value` words without any library, the loop over cells, the JSON document that it fills, a plain
+table, and the command line.
+"""
 
 import ast
 import dataclasses
@@ -29,15 +32,17 @@ REFUSED = 3  # exit status: all was measured but what is named with its reason; 
 
 
 def setting(default: Any, meaning: str, least: int | None = None, among: Any = None) -> Any:
-    """Declares a setting, or a list of them where its default is one: its meaning for the help, the least whole number
-    that it may be, or what it is one of."""
+    """Declares a setting, or a list of them where its default is a list.
+
+    `meaning` is for the help; `least` is its smallest whole number, `among` its choices.
+    """
     made = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
     return field(metadata={"meaning": meaning, "least": least, "among": among}, **made)
 
 
 @dataclass(kw_only=True)
 class Common:
-    """The settings of every bench, and what a bench is asked."""
+    """Settings of every bench."""
 
     what: ClassVar[str]
     quick: ClassVar[dict[str, Any]]
@@ -90,8 +95,10 @@ class Common:
         return self.working_set_mb or (64 if device == "cpu" else 512)
 
     def cells(self, threads: list[int]) -> list[dict]:
-        """The cells, each measured in one set of rounds; `threads` are CPU thread counts without repeats, [0] on a
-        GPU."""
+        """Cells, each measured in one set of rounds.
+
+        `threads` are CPU thread counts without repeats, [0] on a GPU.
+        """
         raise NotImplementedError
 
     def prepare(self, bench: "Bench") -> None:
@@ -114,8 +121,10 @@ class Skipped(Exception):
 
 
 def parse_shape(text: str) -> tuple[int, int, int]:
-    """Query heads, KV heads and head dim of `QxKxD`; raises ValueError where it is no such form, or the KV heads do not
-    divide the query heads."""
+    """Query heads, KV heads and head dim of `QxKxD`.
+
+    Raises ValueError for another form, or where the KV heads do not divide the query heads.
+    """
     parts = str(text).split("x")
     if len(parts) != 3 or not all(part.isdigit() and int(part) for part in parts):
         raise ValueError(f"shapes={text} is not query heads x KV heads x head dim, for example 32x8x128")
@@ -126,8 +135,10 @@ def parse_shape(text: str) -> tuple[int, int, int]:
 
 
 def read_words(kind: type[S], words: list[str]) -> S:
-    """A settings object from `key=value` words; `quick=true` puts small values in place of the defaults. Raises
-    ValueError for an unknown key, or a value that cannot be read."""
+    """Builds a settings object from `key=value` words; `quick=true` uses small defaults.
+
+    Raises ValueError for an unknown key or a value of the wrong form.
+    """
     known = {item.name: item.default is dataclasses.MISSING for item in dataclasses.fields(kind)}
     values: dict[str, Any] = {}
     for word in words:
@@ -159,8 +170,10 @@ def label_of(cell: dict) -> str:
 
 
 class Bench:
-    """One start of a bench: records the machine and its load before anything runs, then fills the document; `notes` are
-    for its reader, `more` are further parts of the document."""
+    """One start of a bench: records the machine and its load, then fills the document.
+
+    `notes` are for its reader, `more` are further parts of the document.
+    """
 
     def __init__(self, settings: Common, progress: Progress | None = None, keep: Keep = lambda _: None) -> None:
         self.settings, self._keep = settings, keep
@@ -191,8 +204,11 @@ class Bench:
         self.stage()
 
     def run(self, held: dict | None = None) -> dict:
-        """Measures every cell with its thread count in force, and gives the document so far to `keep` after each; the
-        document, in JSON types. Cells of `held`, where this goes on with it (`goes_on`), are not measured again."""
+        """Measures every cell with its thread count and passes the document so far to `keep` after each.
+
+        Cells of `held`, where this run continues it (`goes_on`), are not measured again. Returns the document, in JSON
+        types.
+        """
         before = torch.get_num_threads()
         document: dict[str, Any] = {
             "schema": SCHEMA,
@@ -344,8 +360,11 @@ def _span(ratio: dict | None) -> str:
 
 
 def main(kind: type[Common], words: list[str]) -> int:
-    """The command line of one bench that needs no library for settings; 0 done, 2 a setting is wrong, `REFUSED` where
-    something could not be timed. `out=FILE` is written after every cell, and a file that is there goes on."""
+    """Command line of one bench; it needs no library for settings.
+
+    Returns 0 when done, 2 for a wrong setting, `REFUSED` where something could not be timed. `out=FILE` is written
+    after every cell, and an existing file is continued.
+    """
     if {"-h", "--help"} & set(words):
         _print_help(kind)
         return 0

@@ -38,9 +38,11 @@ _NAMED: dict[str, tuple[tuple[int, int], str, str, int]] = {
 
 
 def slot_format(name: str, head_dim: int) -> SlotFormat:
-    """The slot format of a name: `K4V2` (scales per token), `KIVI2` (keys per channel), `FP8`, `KVQ4` (KVQuant's: keys
-    per channel and before the rotary embedding, one number of each vector apart), or a key of `_NAMED`; ValueError for
-    another."""
+    """Slot format of a name; raises ValueError for an unknown one.
+
+    Names are `K4V2` (scales per token), `KIVI2` (keys per channel), `FP8`, `KVQ4` (KVQuant's: keys per channel and
+    before the rotary embedding, with one outlier per vector), and the keys of `_NAMED`.
+    """
     more: dict[str, Any]
     if match := _PLAIN.fullmatch(name):
         bits, more = (int(match[1]), int(match[2])), {}
@@ -66,8 +68,11 @@ def slot_format(name: str, head_dim: int) -> SlotFormat:
 
 @dataclass
 class PagedCaches:
-    """Equal caches at different places of one pool: pages uint8 [P, page_bytes], the tiers of each buffer and its
-    residual buffers (or None), and the bytes that attention reads of all lists, and per token and KV head."""
+    """Equal caches in several buffers of one pool, so that no call finds its pages in a CPU or GPU cache.
+
+    Pages are uint8 [P, page_bytes]; then the tiers of each buffer, its residual buffers (or None), and the bytes that
+    attention reads: of all lists, and per token and KV head.
+    """
 
     pages: Tensor
     buffers: list[list[TierPages]]
@@ -102,10 +107,12 @@ class Layout:
 def lay_out(
     name: str, length: int, head_dim: int, device: str, kind: torch.dtype = torch.float16, page_slots: int = 0
 ) -> Layout:
-    """The layout of lists of so many tokens in a format of `slot_format`, in pages as a run on this kind of device has
-    them, elements of 16 bits of type `kind`; of `A+B` the first half of the tokens is in A; pages that hold
-    `page_slots` slots of the largest format, where that is not 0. Raises ValueError for an unknown format, or a length
-    that does not fill whole key groups."""
+    """Layout of lists of `length` tokens in a format of `slot_format`, with the pages that a run on this device has.
+
+    Elements of 16 bits have the type `kind`; of `A+B` the first half of the tokens is in A; `page_slots`, unless 0, is
+    the slots per page of the largest format. Raises ValueError for an unknown format, or a length that does not fill
+    whole key groups.
+    """
     slots = [slot_format(part, head_dim) for part in name.split("+")]
     slots = [replace(slot, dtype=kind) if 16 in (slot.k_bits, slot.v_bits) else slot for slot in slots]
     size = choose_page_bytes(slots, tiled=device == "cuda")
@@ -139,8 +146,9 @@ def build_caches(
     held: Tensor | None = None,
     page_slots: int = 0,
 ) -> PagedCaches:
-    """Quantises keys and values fp32 [S, H, n, D] into pages once, and copies those pages to all buffers; page ids are
-    shuffled by `seed`.
+    """Quantises keys and values fp32 [S, H, n, D] into pages once, and copies those pages to all buffers.
+
+    Page ids are shuffled by `seed`.
 
     Args:
         name: As `lay_out` takes it, with `kind` and `page_slots`; raises what that does.
@@ -200,8 +208,10 @@ def _in_ring(newest: Tensor, first: int, num_buffers: int) -> list[Tensor]:
 
 
 def _as_stored(fmt: PageFormat, k: Tensor, begin: int) -> tuple[Tensor, Channels | None, InOrder | None]:
-    """Keys [S, H, n, D] as pages take them, what belongs to their channels, and how they are turned when they are read:
-    those whose scales lie beside the pages are levels of tokens from `begin` on, without a rotary position."""
+    """Keys [S, H, n, D] as pages store them, the data of their channels, and their rotation on reading.
+
+    Keys whose scales lie outside the pages are levels of tokens from `begin` on, without a rotary position.
+    """
     if fmt.slot.k_code != "book_channels":
         return k, None, None
     zero, most = k.amin((0, 2)), k.amax((0, 2))
@@ -222,8 +232,10 @@ def _write(backend: Backend, pages: Tensor, fmt: PageFormat, ids: Tensor, k: Ten
 
 
 def exact_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, live: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Decode attention of one sequence in fp64, written out: q [Hq, D] over those of k and v [H, n, D] that are `live`,
-    bool [H, n]; out [Hq, D] and probabilities [H, G, n]."""
+    """Decode attention of one sequence in fp64: q [Hq, D] over the keys and values [H, n, D] marked in `live`.
+
+    `live` is bool [H, n]. Returns out [Hq, D] and probabilities [H, G, n].
+    """
     grouped = q.double().view(len(k), -1, q.shape[-1])
     logits = torch.matmul(grouped, k.double().transpose(1, 2)) * scale
     if live is not None:
@@ -250,11 +262,12 @@ def paged_error(
     buffer: int,
     call: Call | None = None,
 ) -> float:
-    """Largest error of a backend's paged attention (and scores) relative to the largest exact element, over what the
-    pages hold as the reference dequantises it.
+    """Largest error of a backend's paged attention (and scores) relative to the largest exact element.
+
+    The exact attention is over the reference's dequantisation of the pages.
 
     Args:
-        call: What is compared; None = the backend's `paged_decode`.
+        call: The compared operation; None = the backend's `paged_decode`.
     """
     tiers, ring = caches.buffers[buffer], caches.rings[buffer]
     if call is None:
@@ -270,7 +283,7 @@ def paged_error(
         errors.append(relative_error(out[index], exact))
         if group:
             got, wanted = torch.cat([s[index] for s in scores], -1), reduce_group(prob, group, 1)
-            width = min(got.shape[-1], wanted.shape[-1])  # a page's slots behind the last token, or the ring's tokens
+            width = min(got.shape[-1], wanted.shape[-1])  # a page's slots after the last token, or the ring's tokens
             paged = live[:, :width]
             if ring is not None:
                 paged = torch.arange(width, device=k.device) < tiers[0].num_k[index, :, None]

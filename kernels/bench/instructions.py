@@ -16,8 +16,9 @@ MOST_GROUP = 8  # query heads per KV head for which the kernels' main loop is th
 
 
 def count(document: dict) -> int:
-    """Adds `instructions_per_call` to rows of a document of the attention bench that were measured on an NVIDIA GPU:
-    of the kernels in CUDA C++ all, of Triton's those of the main loop. Returns to how many.
+    """Adds `instructions_per_call` to rows of an attention bench that ran on an NVIDIA GPU.
+
+    All instructions of the kernels in CUDA C++, those of the main loop of Triton's. Returns the number of rows changed.
 
     Raises:
         ValueError: It is no such document.

@@ -63,8 +63,7 @@ def _lines(path: str) -> list[str]:
 
 
 def pick_device(name: str) -> str:
-    """Turns `auto`, `cpu` or `cuda[:N]` into a device that this machine has; raises ValueError where it has no such
-    one."""
+    """Device of this machine named by `auto`, `cpu` or `cuda[:N]`; raises ValueError where there is none."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     kind, _, index = name.partition(":")
@@ -146,8 +145,11 @@ class Bandwidth:
         return Variant(name=name, call=self._go, bytes_per_call=size, num_buffers=queued, before_round=self._touch)
 
     def _touch(self) -> None:
-        """Goes on to the next part, and reads a number of each of its pages: those that a virtual machine's host took
-        back while nobody read them come again, which takes many times as long as the reading that is timed."""
+        """Advances to the next buffer and reads a number of each of its pages.
+
+        A virtual machine's host may have reclaimed idle pages; faulting them in takes many times as long as the read
+        that is timed.
+        """
         self.turn = (self.turn + 1) % len(self.parts)
         self.parts[self.turn][:: PROBE_PAGE // 8].sum()
 
@@ -157,8 +159,7 @@ class Bandwidth:
 
 
 def product(device: str, dtype: torch.dtype) -> Variant:
-    """torch's own product of many rows with a matrix, whose `flops_per_call` per second is what can be multiplied and
-    added here."""
+    """Matrix product of many rows in torch: its `flops_per_call` per second bound the arithmetic of this machine."""
     rows, columns, outputs = PROBE_PRODUCT if device == "cpu" else GPU_PRODUCT
     make = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, columns, generator=make).to(device, dtype) for n in (rows, outputs))
@@ -167,9 +168,11 @@ def product(device: str, dtype: torch.dtype) -> Variant:
 
 
 def tell_limits(figures: dict) -> None:
-    """Says how fast this machine can be at rows of a cell that name their bytes and `flops_per_token`: whichever takes
-    longer, the bytes at the probe's bandwidth, or the operations at those of `product`, whose row becomes a figure of
-    the cell."""
+    """Adds the least time per row of a cell, from its bytes and `flops_per_token`.
+
+    It is the longer of two: the bytes at the probe's bandwidth, or the operations at the rate of `product`, whose row
+    becomes a figure of the cell.
+    """
     for row in [row for row in figures["variants"] if "flops_per_call" in row]:
         figures["variants"].remove(row)
         figures["product"] = {"name": row["name"], "flops_per_s": row["flops_per_call"] / row["median"]}

@@ -26,7 +26,7 @@ KEEP = 0.75  # share of slots that compaction keeps
 
 @dataclass(kw_only=True)
 class Settings(Common):
-    """Allocating, freeing and compacting pages of many lists at once, beside one list after the other."""
+    """Allocating, freeing and compacting pages of many lists at once, compared with one list after the other."""
 
     what = "manager"
     quick = {"lists": [1024, 8192], "rounds": 3, "threads": [1]}
@@ -92,7 +92,7 @@ class OneByOne:
 
 
 class AllAtOnce:
-    """A page table, or the GPU's manager, over all of its lists; asked as `OneByOne` is, with tensors."""
+    """A page table, or the GPU's manager, over all of its lists; with the interface of `OneByOne`, in tensors."""
 
     def __init__(self, table: Any, lists: Tensor) -> None:
         self.table, self.lists = table, lists
@@ -180,7 +180,7 @@ class _State:
 
 
 def _grow_and_shrink(manager: Any, start: Any, more: Any, _: int) -> None:
-    """More slots for every list, and back."""
+    """Grow every list, and shrink it again."""
     manager.reserve(more)
     manager.truncate(start)
 
@@ -192,7 +192,7 @@ def _compact(manager: Any, start: Any, keep: Any, _: int) -> None:
     manager.reserve([a - b for a, b in zip(start, count, strict=True)] if isinstance(start, list) else start - count)
 
 
-# Slots that every list gets: one, as in a decode step; 0 = a page, the most that a step can ask for; None = compaction.
+# Slots that every list gets: one, as in a decode step; 0 = a page, the most that a step can take; None = compaction.
 _OPERATIONS = {"append a token and free": 1, "take a page and free": 0, "compact, free, take": None}
 
 

@@ -33,7 +33,7 @@ class Cache:
     """Keys and values [S, H, n, D] of a peer's type, their scales, and the number of copies that calls cycle through.
 
     Args:
-        scales: Of keys and of values; None where their type needs none.
+        scales: Scales of keys and of values; None where their type needs none.
     """
 
     k: Tensor
@@ -47,9 +47,9 @@ class Peer:
     """A library's decode attention.
 
     Args:
-        name: Of its row.
-        module: What is imported.
-        install: How the package comes to be there.
+        name: Name of its row.
+        module: Name of the module to import.
+        install: Hint for installing the package, for the message.
         kind: Type of its keys and values.
         build: Prepares a call on a buffer, of queries [S, Hq, D] and a factor on the logits.
     """
@@ -72,8 +72,9 @@ class Peer:
 
 
 def variants(q: Tensor, k: Tensor, v: Tensor, working_set_mb: int, most: int) -> list[Variant]:
-    """A variant of each peer over keys and values [S, H, n, D]; those that are not installed, or cannot be prepared,
-    are refused with the reason.
+    """Variant of each peer over keys and values [S, H, n, D].
+
+    A peer that is not installed, or cannot be prepared, is refused with the reason.
 
     Args:
         q: [S, Hq, D] queries.

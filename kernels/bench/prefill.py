@@ -1,5 +1,6 @@
-"""Times the score pass over a prompt (last queries, or all), and its attention in two parts, next to the prompt's
-attention alone.
+"""Times the score pass over a prompt and its attention in two parts, next to the prompt's attention alone.
+
+The scores are of the last queries, or of all.
 
 Runs with torch (and triton on a GPU) alone: `python -m kvbench.kernels.bench.prefill lengths=[4096]`.
 """
@@ -29,7 +30,7 @@ Output = Tensor | tuple[Tensor, Tensor]  # attention's output, alone or with the
 
 @dataclass(kw_only=True)
 class Settings(Common):
-    """The score pass over a prompt beside its attention."""
+    """Score pass over a prompt, compared with its attention."""
 
     what = "prefill"
     quick = {"lengths": [1024], "windows": [64], "rounds": 3, "threads": [1]}
@@ -106,8 +107,10 @@ class Settings(Common):
 
 
 def eager(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention [Hq, N, D] through the full matrix of probabilities, and its column sums averaged over the group, fp32
-    [H, N]: the cost of returning attention weights."""
+    """Attention [Hq, N, D] through the full matrix of probabilities, with its column sums: the eager baseline.
+
+    The column sums, fp32 [H, N], are averaged over the group.
+    """
     prob, values = _probabilities(q, k, v, scale, torch.float32)
     return torch.matmul(prob.to(q.dtype), values), prob.sum(1).unflatten(0, (len(k), -1)).mean(1)
 

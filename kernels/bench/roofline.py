@@ -11,8 +11,10 @@ SCHEDULERS = 4  # of a multiprocessor of NVIDIA's, each of which issues a warp i
 
 
 def peaks(device: torch.device | str) -> dict[str, Any]:
-    """Peak rates of an NVIDIA GPU by its clocks: `target`, such as sm_90, `peak_bytes_per_s` of its memory, and
-    `peak_instructions_per_s` of warps; empty for other devices, without what the driver does not report."""
+    """Peak rates of an NVIDIA GPU by its clocks: `target`, `peak_bytes_per_s`, `peak_instructions_per_s` of warps.
+
+    `target` is a name such as sm_90. Values that the driver does not report are absent; empty for other devices.
+    """
     if torch.device(device).type != "cuda" or torch.version.hip is not None:
         return {}
     properties = torch.cuda.get_device_properties(device)
@@ -29,8 +31,10 @@ def peaks(device: torch.device | str) -> dict[str, Any]:
 
 
 def limits(row: dict, cell: dict, environment: dict) -> dict[str, float]:
-    """The least seconds of a row's call: by its `bytes`, at the device's bandwidth, or, where that is not known, as the
-    cell's probe measured it; by its `instructions`, where they were counted."""
+    """Least seconds of a row's call: by its `bytes`, and by its `instructions` where they were counted.
+
+    Bytes are taken at the device's bandwidth or, where that is unknown, at the bandwidth of the cell's probe.
+    """
     least = {}
     rate = environment.get("peak_bytes_per_s") or (cell.get("probe") or {}).get("bytes_per_s")
     if rate and row.get("bytes_per_call"):
@@ -41,8 +45,7 @@ def limits(row: dict, cell: dict, environment: dict) -> dict[str, float]:
 
 
 def share(row: dict, cell: dict, environment: dict) -> str:
-    """The share of a row's time that the larger of its `limits` takes, and which one that is, such as
-    `62 % (bytes)`."""
+    """Share of a row's time that the larger of its `limits` takes, with that limit's name, such as `62 % (bytes)`."""
     known = limits(row, cell, environment)
     if not known:
         return "-"

@@ -71,8 +71,10 @@ def cuda_timer(work: Work) -> float:
 
 
 def cuda_graph(work: Work) -> Work:
-    """Captures work, which launches kernels on the same tensors and waits for nothing, after two warm-up runs; returns
-    its replay."""
+    """Captures `work` after two warm-up runs and returns its replay.
+
+    `work` launches kernels on the same tensors and does not synchronise.
+    """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -100,7 +102,7 @@ def failed_variant(name: str, problem: Exception) -> Variant:
 
 
 def choose_timer(clock: str, device: str) -> Timer:
-    """The timer of a clock on a device; raises ValueError where a GPU's time is asked of the calling thread."""
+    """The timer of a clock on a device; raises ValueError for a GPU's time on a clock of the calling thread."""
     if device != "cpu":
         if clock == "cpu":
             raise ValueError(f"clock=cpu counts one thread, but the work is done by {device}; set clock=wall")
@@ -116,8 +118,10 @@ def choose_timer(clock: str, device: str) -> Timer:
 
 
 def refuse_wrong(variants: Sequence[Variant]) -> tuple[list[Variant], list[dict]]:
-    """The variants whose output is right, with `max_error` in their `extra`, and name and reason of each other one;
-    `absent` of those that are not installed."""
+    """Variants with correct output, and name and reason of each other one.
+
+    Each variant's `extra` gets `max_error`; `absent` lists peers that are not installed.
+    """
     right: list[Variant] = []
     refused: list[dict] = []
     for variant in variants:
@@ -149,8 +153,10 @@ def _in_line(problem: Exception, most: int) -> str:
 def time_rounds(
     variants: Sequence[Variant], *, rounds: int, seed: int, timer: Timer, warmup: int = 1, on_round: Work = lambda: None
 ) -> dict[str, list[float]]:
-    """Seconds per call of every variant in every round, by name; `seed` decides the orders, and the times of `warmup`
-    rounds before them are thrown away."""
+    """Seconds per call of every variant in every round, by name.
+
+    `seed` decides the orders; the times of `warmup` rounds before them are discarded.
+    """
     order = random.Random(seed)
     samples: dict[str, list[float]] = {variant.name: [] for variant in variants}
     assert len(samples) == len(variants), "two variants of a cell have the same name"
@@ -193,19 +199,19 @@ def measure_cell(
     """Checks, times and summarises the variants of one cell.
 
     Args:
-        cell: What the cell is (shape, length, ...), for the record.
+        cell: Description of the cell (shape, length, ...), for the record.
         baselines: Names of the variants that the others are divided by.
         probe: Measures the bandwidth within the same rounds; its `bytes_per_call` per second is the 100 %.
         capture: Makes each variant's sweep one replay (`cuda_graph`), so that kernels are timed and not their launches;
-            None times the calls. What cannot be captured is timed as it is: `graph` of its row is false, and `no_graph`
-            says why.
+            None times the calls. A variant that cannot be captured is timed eagerly: `graph` of its row is false, and
+            `no_graph` has the reason.
         twice: Time the first baseline twice in each round.
         how: Rounds, seed, timer, warmup and on_round, as `time_rounds` takes them.
 
     Returns:
         JSON types: `cell`, `variants` (seconds per round, median, quartiles, ratios per baseline, bytes per second,
         share of the probe's), `probe`, `refused`, `reuse_distance_bytes` (bytes that pass between uses of a
-        buffer), and `twice`: the first baseline beside itself, timed a second time in each round. Its `name`, its ratio
+        buffer), and `twice`: the first baseline, timed a second time in each round. Its `name`, its ratio
         (median and quartiles), and `noise`, how far the quartiles are from 1: a ratio of two variants that is no
         farther from 1 says nothing. `twice` is None where nothing was timed twice.
     """

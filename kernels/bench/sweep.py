@@ -118,8 +118,10 @@ class Settings(Common):
         return made
 
     def _options(self, decode: str, page_slots: int, group_tokens: int) -> list[tuple[str, Any, Any]]:
-        """Of pages of a size: names, what makes the backend for a device, and sizes of Triton's kernel; other sizes of
-        the kernel are tried with the pages that a run has."""
+        """Options of a page size: their names, the constructor of a device's backend, and the sizes of Triton's kernel.
+
+        Other sizes of the kernel are tried with a run's default pages only.
+        """
         from kvbench.kernels.gpu.cuda_form import STAGE_BYTES
         from kvbench.kernels.gpu.parts import Tuning
 

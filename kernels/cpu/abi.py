@@ -14,7 +14,7 @@ from kvbench.kernels.cpu.build import SOURCE_DIR, load_library
 from kvbench.kernels.format import PageFormat
 from kvbench.kernels.operands import InOrder, Reduce, Ring, Softmax, StepRing, TierPages
 
-# What is compiled, side by side, and what that includes.
+# Translation units, compiled in parallel, and their headers.
 UNITS = tuple(sorted(file.name for file in SOURCE_DIR.glob("*.cpp") if file.name != "isa.cpp"))
 SOURCES = (*UNITS, *sorted(header.name for header in SOURCE_DIR.glob("*.h")))
 ISA_VARIABLE = "KVBENCH_CPU_ISA"
@@ -33,7 +33,7 @@ ISA_FLAGS = {
     "amx": (*_AVX512BF16, "-mamx-tile", "-mamx-bf16"),
 }
 
-# What a struct points at, and must not be freed before it.
+# Objects that a struct points at; they must outlive it.
 Kept = list[Tensor | ctypes.Structure | ctypes.Array]
 
 # As csrc/plan.h numbers them.
@@ -71,8 +71,10 @@ class CodeStruct(ctypes.Structure):
 
 
 def _struct(name: str, fields: str) -> type[ctypes.Structure]:
-    """A C struct from `i a b p c ..`: i = int32, l = int64, p = pointer, f = float, c = `CodeStruct`, for the names
-    after it."""
+    """C struct from `i a b p c ..`: a type letter, then the names of that type.
+
+    i = int32, l = int64, p = pointer, f = float, c = `CodeStruct`.
+    """
     kinds = {"i": ctypes.c_int32, "l": ctypes.c_int64, "p": ctypes.c_void_p, "f": ctypes.c_float, "c": CodeStruct}
     table, kind = [], None
     for word in fields.split():
@@ -188,7 +190,7 @@ def library_for(_: str | None) -> Library:
     return load_library(Library, f"paged-{isa}", SOURCES, flags=ISA_FLAGS[isa])
 
 
-# What csrc/plan.h's Status says beside "done" and "no memory".
+# Messages of csrc/plan.h's Status, except "done" and "no memory".
 _REFUSED = {
     2: "a page table names a page that the pool does not have",
     3: "an address names a slot beyond a page, or keys that share scales are not written in whole groups",

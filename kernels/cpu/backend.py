@@ -67,7 +67,7 @@ class Cpu(Backend):
 
     def __init__(self) -> None:
         super().__init__()
-        load()  # a machine without a compiler learns it here, not at the first step
+        load()  # fails here without a compiler, not at the first step
         self.isa = chosen_isa()
 
     def write_keys(self, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Tensor) -> None:
@@ -147,7 +147,7 @@ class Cpu(Backend):
         group: Reduce | None = None,
         softmax: Softmax = PLAIN,
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """As `Backend.paged_decode`, dequantising as it goes.
+        """See `Backend.paged_decode`; dequantises on the fly.
 
         Source: kvbench's own; folding the scales into the products as in KIVI's and DiffKV's kernels.
         """
@@ -195,7 +195,7 @@ class Cpu(Backend):
         lse: Tensor | None = None,
         softmax: Softmax = PLAIN,
     ) -> Tensor:
-        """As `Backend.column_scores`; the matrix products are torch's, all else is one pass in C++."""
+        """See `Backend.column_scores`; the matrix products are torch's, all else is one pass in C++."""
         if q.device.type != "cpu" or columns.reduce != "sum":
             return super().column_scores(q, k, scale, columns, lse, softmax)
         checks.columns(q, k, columns, softmax)
@@ -280,8 +280,8 @@ class CompiledStep(FusedStep):
     """A prepared decode step.
 
     Args:
-        struct: What the C++ side is told of the step.
-        keep: What the struct points at.
+        struct: Description of the step for the C++ side.
+        keep: Objects that the struct points at.
     """
 
     def __init__(self, struct: StepStruct, keep: Kept) -> None:

@@ -1,5 +1,7 @@
-"""Compiles the C++ kernels with the system's compiler, once per source, flags, CXX and machine type, and checks what
-was cached before it is loaded."""
+"""Compiles the C++ kernels with the system's compiler, and checks a cached build before it is loaded.
+
+There is one build per source, flags, CXX and machine type.
+"""
 
 import contextlib
 import hashlib
@@ -40,8 +42,7 @@ def cache_dir() -> Path:
 
 
 def find_compiler() -> str:
-    """The path of a C++ compiler: the one CXX names, else the first of c++, g++, clang++; a BuildError where there is
-    none."""
+    """Path of a C++ compiler: that of CXX, else the first of c++, g++, clang++; raises BuildError without one."""
     wanted = os.environ.get("CXX")
     for name in (wanted,) if wanted else COMPILERS:
         if path := shutil.which(name):
@@ -91,11 +92,11 @@ def build_library(
     name, unless CXX chooses one: so a machine without a compiler can use what another has built.
 
     Args:
-        name: What the file is called, before its hash.
+        name: Stem of the file name, before its hash.
         sources: File names in `source_dir`; those that end in .cpp are compiled, side by side, the others are what they
             include.
-        source_dir: Where they are.
-        flags: Compiler flags beside `FLAGS`.
+        source_dir: Their folder.
+        flags: Compiler flags in addition to `FLAGS`.
         rebuild: True compiles although an equal build is cached.
 
     Returns:
@@ -234,14 +235,17 @@ def _compile(compiler: str, sources: list[Path], target: Path, flags: tuple[str,
 
 
 def _version(compiler: str) -> str:
-    """The compiler's path and the first line that it prints of its version, for people who look at the cache."""
+    """The compiler's path and the first line that it prints of its version, for people reading the cache."""
     ((_, said),) = _run_parallel([[compiler, "--version"]], VERSION_LIMIT_S)
     return " ".join([compiler, *said.splitlines()[:1]])
 
 
 def _run_parallel(commands: list[list[str]], limit_s: float) -> list[tuple[int, str]]:
-    """The exit status of each command and what it said; all run side by side. A BuildError where one cannot be started,
-    or they took longer than they may; then all were ended, with what they had started."""
+    """Runs commands in parallel; returns the exit status and output of each.
+
+    Raises BuildError where one cannot be started or the time limit is exceeded; then all of them, with their children,
+    were ended.
+    """
     deadline_s = time.monotonic() + limit_s
     running: list[subprocess.Popen[str]] = []
     try:

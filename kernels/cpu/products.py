@@ -1,5 +1,7 @@
-"""CPU backend: products of rows with matrices, which are read as they lie, once for all rows of a decode step; and what
-stands between them in a decoder's layer."""
+"""CPU backend: matrix products of a decode step, and the element-wise work between them in a decoder's layer.
+
+Matrices are read in their stored layout, once for all rows of a step.
+"""
 
 import ctypes
 from collections.abc import Sequence
@@ -14,7 +16,7 @@ Matrix = tuple[Tensor, Tensor | None]  # and its bias
 # Work that takes as long as to wake a thread, which sleeps between calls: bytes that are read, and a quarter of them
 # for each row that they are multiplied by.
 WORK_PER_THREAD = 2_500_000
-# Elements of a norm likewise.
+# The same for a norm: elements.
 NORM_PER_THREAD = 65_536
 
 
@@ -46,7 +48,7 @@ class RowProducts:
         Args:
             x: [..., in], any number of rows.
             weight: [out, in], contiguous, of the same dtype, which is one of `DTYPES`; on the CPU as all of them.
-            bias: [out] likewise, or None.
+            bias: [out], of the same dtype, or None.
 
         Returns:
             [..., out] in the same dtype.
@@ -61,7 +63,7 @@ class RowProducts:
 
         Args:
             x: [..., in], any number of rows.
-            matrices: Of each the weight [out, in] and its bias, as above.
+            matrices: Weight [out, in] and bias of each, as above.
 
         Returns:
             [..., out] of each, the same bits as of a call of its own.
@@ -87,8 +89,8 @@ class RowProducts:
         Args:
             x: [..., in], any number of rows.
             gate: weight [mid, in] and bias, each as above.
-            up: Likewise.
-            down: weight [out, mid] and bias likewise.
+            up: As `gate`.
+            down: weight [out, mid] and bias, as `gate`.
 
         Returns:
             [..., out] in the same dtype.
@@ -119,7 +121,7 @@ class RowProducts:
         Args:
             x: [..., width], any number of rows.
             weight: [width], contiguous, of the same dtype; on the CPU as x.
-            eps: What keeps a row of zeros one.
+            eps: Added to the mean square, so that a row of zeros stays zeros.
 
         Returns:
             [..., width] in the same dtype.

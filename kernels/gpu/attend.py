@@ -1,4 +1,4 @@
-"""GPU backend: the kernels of decode attention over pages; `decode` beside this file launches them.
+"""GPU backend: the kernels of decode attention over pages; `decode.py` launches them.
 
 A list (one sequence, one KV head) is cut into parts of whole pages; `_attend` reduces each part to its maximum, its sum
 of exponentials and its unnormalised output, for up to two tiers in one launch. `_finish` merges the parts exactly.
@@ -6,7 +6,7 @@ Scores need the final maximum and sum, so the exponentials are kept, each with t
 `_finish` turns them into probabilities, too. Exponentials are of base 2: logits carry a factor log2(e).
 
 Where a list lies: in arrays that describe a step, sequence after sequence, with `per_row` lists each, of which `offset`
-are of the layers before; in page tables (TABLED) likewise, by the row of the sequence.
+are of the layers before; in page tables (TABLED) they are found by the sequence's row.
 """
 
 import triton
@@ -28,7 +28,7 @@ from kvbench.kernels.gpu.tiles import (
     zero_planes,
 )
 
-# What differs from step to step and from layer to layer, on which what is compiled must not depend.
+# Arguments that vary by step or layer; compilation must not depend on them.
 _COUNTS = ["offset", "num_parts", "per_row"]
 _COUNTS += [f"{side}_{name}" for side in "ab" for name in ("parts", "columns", "entries")]
 # Slots whose scores a program makes in a turn, which waits for what it reads: on an H100 and an H200 scores took about
@@ -249,8 +249,9 @@ def _reduce_part(
     REPLACE: tl.constexpr, NEAR: tl.constexpr, POS: tl.constexpr, HELD: tl.constexpr, REVERSED: tl.constexpr,
     SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Probabilities of one of `parts` even shares of a list, SCORED slots at a time: raised, reduced over the query
-    heads; stored, or added to what pages track.
+    """Probabilities of one of `parts` even shares of a list, SCORED slots at a time.
+
+    They are raised to POWER and reduced over the query heads, then stored, or added to the tracked scores of pages.
 
     TRACK is the byte offset of the tracked scores, or -1 to write `scores`, of slots that hold nothing, too; POS that
     of the positions, where slots nearer to the query than NEAR get nothing.
@@ -327,8 +328,10 @@ def _finish(
     A_T: tl.constexpr, A_BT: tl.constexpr, A_TRACK: tl.constexpr, A_POS: tl.constexpr, A_REVERSED: tl.constexpr,
     B_T: tl.constexpr, B_BT: tl.constexpr, B_TRACK: tl.constexpr, B_POS: tl.constexpr, B_REVERSED: tl.constexpr,
 ):  # fmt: skip
-    """Merges one list's parts for one query head (the first MERGED programs of the list), or makes the scores of a part
-    of it: `a_parts` are of one tier, the others of a second one (TWO)."""
+    """Merges one list's parts for one query head (the first MERGED programs of the list), or scores a part of it.
+
+    `a_parts` are of the first tier, the others of a second one (TWO).
+    """
     pid, task = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head = (offset + pid % heads) * G  # the list's first query head, counted through the layers
     if task < MERGED:

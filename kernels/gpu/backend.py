@@ -1,10 +1,10 @@
 """The GPU backend: Triton kernels for NVIDIA and AMD, written once.
 
-For what has no kernel beside this file plain torch stands in, much slower, and `fallbacks` names it: codes whose levels
-are a table, sums that are no sums, and reading back all that a list with a residual buffer holds. Which slot lies where
-is kept on the device, too (`table`).
+Operations without a kernel in this folder run in plain torch, much slower, and `fallbacks` names them: codes whose
+levels are a table, sums that are no sums, and reading back all that a list with a residual buffer holds. Which slot
+lies where is kept on the device, too (`table`).
 
-Capture-safe, once warmed up, are all operations but `gather_dense` behind a residual buffer, which reads how long the
+Capture-safe, once warmed up, are all operations but `gather_dense` with a residual buffer, which reads how long the
 lists are; of `DeviceTable` those that do not look at the pool.
 """
 
@@ -71,13 +71,14 @@ class Gpu(Backend):
     is_reference = False
     takes_lse = True
     keeps_tables = True
-    # No table that a calibration found: the reference does what pages with one are asked for.
+    # No calibrated tables: the reference runs operations on pages that have one.
     codes = frozenset(code for code in every_code() if not code.is_book)
 
     def __init__(self, decode: Decode | Build = "triton") -> None:
-        """
+        """Selects the kernels of decode attention.
+
         Args:
-            decode: `triton`, `cuda` (which needs an NVIDIA GPU), `torch`, or what makes the kernels in CUDA C++.
+            decode: `triton`, `cuda` (which needs an NVIDIA GPU), `torch`, or a builder of kernels in CUDA C++.
         """
         super().__init__()
         build = cuda_kernels if decode == "cuda" else decode if callable(decode) else None
@@ -88,7 +89,7 @@ class Gpu(Backend):
         return self.decoder.ran if self.decoder else {"torch"}
 
     def refusal(self, device: torch.device) -> str:
-        """Why the kernels cannot run on a device, with a remedy; empty where they can."""
+        """Reason why the kernels cannot run on a device, with a remedy; empty where they can."""
         if device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
             return ""
         return (
@@ -105,8 +106,10 @@ class Gpu(Backend):
         return all(code is None or code in self.codes for code in sides)
 
     def write_keys(self, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Tensor) -> None:
-        """As `Backend.write_keys`; of a page below 0 nothing is written (with per-channel keys, by the first of a
-        group)."""
+        """See `Backend.write_keys`; entries with a page below 0 are skipped.
+
+        With per-channel keys the page of a group's first entry decides.
+        """
         if not self._covers(fmt):
             super().write_keys(pages, fmt, page, slot, k)
             return
@@ -146,8 +149,10 @@ class Gpu(Backend):
     def widen_bounds(
         self, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor, k: Tensor, *, distinct: bool
     ) -> None:
-        """As `Backend.widen_bounds`, where no slot comes twice; one launch behind a sort, which a decode step
-        (`distinct`) does without."""
+        """See `Backend.widen_bounds`; no slot may occur twice.
+
+        One launch after a sort; a decode step (`distinct`) needs no sort.
+        """
         checks.widen_bounds(pages, fmt, page, slot, k, passes_over=True)
         page, order = (page.contiguous(), page) if distinct else page.sort()
         low, high = (fmt.regions[name][0] for name in ("k_low", "k_high"))
@@ -159,7 +164,7 @@ class Gpu(Backend):
         )  # fmt: skip
 
     def read_slots(self, pages: Tensor, fmt: PageFormat, page: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
-        """As `Backend.read_slots`; 0 where the page is below 0."""
+        """See `Backend.read_slots`; 0 where the page is below 0."""
         if not self._covers(fmt):
             return super().read_slots(pages, fmt, page, slot)
         checks.slots(pages, fmt, page, slot)
@@ -201,7 +206,7 @@ class Gpu(Backend):
         softmax: Softmax = PLAIN,
         accumulate: bool = False,
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """As `Backend.paged_decode`, dequantising as it goes.
+        """See `Backend.paged_decode`; dequantises on the fly.
 
         Keys that are rotated when they are read give logits in fp32. fp32 queries are computed in fp32 throughout; fp16
         and bf16 queries with products in that type, sums in fp32.
@@ -221,8 +226,7 @@ class Gpu(Backend):
         self, q: Tensor, pages: Tensor, tiers: list[TierPages], ring: Ring | None, *, power: int = 1,
         group: Reduce | None = None, update: ScoreUpdate | None = None, softmax: Softmax = PLAIN,
     ) -> CudaAttention | Attention:  # fmt: skip
-        """`paged_decode` prepared for queries and residual buffers like these: a call with both and `scale` is its
-        launches."""
+        """Prepares `paged_decode` for queries and residual buffers of these shapes; calling the result launches it."""
         assert self.decoder is not None, "plain torch prepares nothing"
         checks.decode(q, pages, tiers, ring, power, group, softmax)
         lists, scores = Lists.of(tiers[0]), StepScores(power=power, group=group, update=update)
@@ -311,7 +315,7 @@ class Gpu(Backend):
         )  # fmt: skip
 
     def gather_dense(self, pages: Tensor, tiers: list[TierPages], ring: Ring | None) -> tuple[Tensor, Tensor, Tensor]:
-        if ring is not None or not self._covers(*(tier.fmt for tier in tiers)):  # a ring's width is asked of the device
+        if ring is not None or not self._covers(*(tier.fmt for tier in tiers)):  # reads a ring's width
             return super().gather_dense(pages, tiers, ring)
         checks.dense(pages, tiers, None)
         return dense_of(pages, tiers, None, self._read_pages)
@@ -332,7 +336,7 @@ class Gpu(Backend):
         scale: float,
         softmax: Softmax = PLAIN,
     ) -> Tensor:
-        """As `Backend.chunk_attention`, in one launch; entries that are not live are passed over.
+        """See `Backend.chunk_attention`; one launch, which skips entries that are not live.
 
         Products are of 16-bit operands, as tensor cores take them, where queries, keys and values of the chunk are of
         one such type, which the history is rounded to; else of fp32. A history that is live as a whole and of that
@@ -354,7 +358,7 @@ class Gpu(Backend):
         lse: Tensor | None = None,
         softmax: Softmax = PLAIN,
     ) -> Tensor:
-        """As `Backend.column_scores`. Memory beyond the result: two fp32 numbers per counted query and head."""
+        """See `Backend.column_scores`. Memory beyond the result: two fp32 numbers per counted query and head."""
         if columns.reduce != "sum":
             return super().column_scores(q, k, scale, columns, lse, softmax)
         checks.columns(q, k, columns, softmax)
@@ -370,7 +374,7 @@ class Gpu(Backend):
         dst_page: Tensor,
         dst_slot: Tensor,
     ) -> None:
-        """As `Backend.demote`, without a dense copy in between; no target slot is also a source.
+        """See `Backend.demote`; makes no dense copy, and no target slot is also a source.
 
         Raises:
             ValueError: The target's keys share scales over tokens, or the formats track different fields.

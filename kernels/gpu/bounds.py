@@ -1,4 +1,4 @@
-"""GPU backend: the bounds of pages: made as keys are written, and asked by a decode step that chooses what it reads.
+"""GPU backend: the bounds of pages: updated as keys are written, and read by a decode step that selects pages.
 
 Each of the three is one launch, whatever the number of lists.
 """
@@ -53,8 +53,10 @@ def _bound_pages(
 
 
 def page_bounds(q: Tensor, pages: Tensor, tier: ListTier, lists: Lists, group: Reduce) -> Tensor:
-    """Upper bound of the logits in a page, fp32 [S, H, m], as `reference.attention.page_bounds`; behind a list's end,
-    any number. Capture-safe."""
+    """Upper bound of the logits in a page, fp32 [S, H, m], as `reference.attention.page_bounds`.
+
+    Arbitrary past a list's end. Capture-safe.
+    """
     num_seq, heads, columns = lists.num_seq, lists.heads, tier.columns
     head_dim, group_size = q.shape[-1], q.shape[1] // heads
     bounds = torch.empty(num_seq, heads, columns, device=q.device)
@@ -103,8 +105,10 @@ def _widen_pages(
     k, page, slot, order, pages, count, page_bytes, D: tl.constexpr, DP: tl.constexpr, BT: tl.constexpr,
     MOST: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, ELEM: tl.constexpr, SORTED: tl.constexpr,
 ):  # fmt: skip
-    """The bounds of one page by its keys, at most MOST of them, which stand side by side in `page`. Whose place comes
-    first of them does all; `order` says whose key it is where places were sorted."""
+    """Updates the bounds of one page from its keys, at most MOST of them, which are consecutive in `page`.
+
+    The program of the first of them does the whole page; after a sort, `order` maps entries to keys.
+    """
     at = tl.program_id(0)
     target = tl.load(page + at).to(tl.int64)
     mine = target >= 0
@@ -133,8 +137,10 @@ def _widen_pages(
 
 @triton.jit
 def _ranks_of(bounds, pid, columns, begin, last, BLOCK: tl.constexpr):
-    """Whole numbers in the order of a list's bounds, int32 [BLOCK]: the largest for what is no number, the smallest for
-    pages behind the last one."""
+    """Order-preserving int32 [BLOCK] keys of a list's bounds.
+
+    NaN maps to the largest, pages past the last one to the smallest.
+    """
     column = begin + tl.arange(0, BLOCK)
     bound = tl.load(bounds + pid * columns + column, mask=column < last, other=0.0)
     bound = tl.where(bound == 0, 0.0, bound)  # the two zeros are equal
@@ -161,8 +167,10 @@ def _choose_pages(
     T: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, REVERSED: tl.constexpr, TABLED: tl.constexpr,
     NAMED: tl.constexpr,
 ):  # fmt: skip
-    """The pages of one list with the largest bounds, in slot order, and the slots that they hold: the smallest bound
-    that is read is found bit by bit, and of pages with that one the first are read."""
+    """Pages of one list with the largest bounds, in slot order, and the slots that they hold.
+
+    The threshold is found bit by bit; among pages at the threshold the first ones are read.
+    """
     pid = tl.program_id(0).to(tl.int64)
     which = pid
     if TABLED:
@@ -198,8 +206,11 @@ def _choose_pages(
 
 
 def choose(bounds: Tensor, tier: ListTier, lists: Lists, count: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """The pages of each list with the largest bounds, fp32 [S, H, m], at most `count` int64 [S] of them: page ids int64
-    [S, H, width], and the slots that they hold, int64 [S, H]; see `Backend.choose_pages`. Capture-safe."""
+    """The at most `count` pages of each list with the largest bounds: page ids, and the slots that they hold.
+
+    `bounds` is fp32 [S, H, m], `count` int64 [S]; returns int64 [S, H, width] and int64 [S, H]. See
+    `Backend.choose_pages`. Capture-safe.
+    """
     num_lists, columns = lists.num_seq * lists.heads, bounds.shape[-1]
     ids = torch.empty(lists.num_seq, lists.heads, width, dtype=torch.int64, device=bounds.device)
     held = torch.empty(lists.num_seq, lists.heads, dtype=torch.int64, device=bounds.device)

@@ -1,6 +1,6 @@
 """GPU backend: codes to numbers and back, as functions that kernels call on the device.
 
-`kernels/codes.py` says what codes mean. A kernel knows one by three constants: BITS, 0 for floats of 8 bits, CODE, a
+`kernels/codes.py` says what codes mean. A kernel's constants for a code are BITS, 0 for floats of 8 bits, CODE, a
 number of `CODES`, and FIT, one of `FITS`. Eight codes of 3 bits lie in three bytes, W apart: the lower bits of even
 planes, those of odd planes, and the third bits of all. Of 5 bits they lie in five: the lower bits of planes p and p + 4
 for p from 0 to 3, and the fifth bits of all.
@@ -33,8 +33,7 @@ _D2, _D3, _D4 = (tl.constexpr(code_of("lloyd", bits).deviation) for bits in (2, 
 
 @triton.jit
 def load_codes(base, step, mask, SIDE: tl.constexpr):
-    """The bytes of codes from their first ones on, `step` between the bytes of a slot; of 3 and 5 bits, several in one
-    word."""
+    """Bytes of codes, `step` bytes from slot to slot; for 3 and 5 bits several bytes in one word."""
     raw = tl.load(base, mask=mask, other=0)
     if SIDE.BITS == 3:
         odd = tl.load(base + SIDE.W * step, mask=mask, other=0).to(tl.int32)
@@ -110,8 +109,11 @@ def level_values(codes, SIDE: tl.constexpr, dtype: tl.constexpr):
 
 @triton.constexpr_function
 def _unpacked(bits, plane):
-    """Instructions that make fp16 of four codes of a plane, which lie in the bytes of a word: each is set into the
-    mantissa of 1024, as far to the left as it lies in its byte, and one multiplication and addition makes it itself."""
+    """Instructions that unpack four codes of a plane, in the bytes of a word, to fp16.
+
+    Each code is placed in the mantissa of 1024, as far left as it is in its byte; one fused multiply-add then yields
+    its value.
+    """
     shift = bits * plane
     part = "" if bits == 8 else f"and.b32 t, t, {((2**bits - 1) << shift) * 0x01010101};"
     factor, below = (f"0x{half << 16 | half:08x}" for half in ((15 - shift) << 10, (25 - shift) << 10 | 0x8000))
@@ -130,8 +132,11 @@ _E4M3_HALVES = tl.constexpr(
 
 @triton.jit
 def _halves(raw, asm: tl.constexpr):
-    """fp16 of bytes, four at a time. Said to have effects, or the compiler sends bytes through shared memory one by
-    one to have them in the order of a matrix product, rather than fp16 by whole rows."""
+    """Converts bytes to fp16, four at a time.
+
+    Declared to have side effects; otherwise the compiler reorders single bytes through shared memory for the matrix
+    product, instead of fp16 by whole rows.
+    """
     return tl.inline_asm_elementwise(asm, "=r,=r,r", [raw], dtype=tl.float16, is_pure=False, pack=4)
 
 
@@ -241,8 +246,10 @@ def _nearest(x, SIDE: tl.constexpr):
 
 @triton.jit
 def encode_group(x, mine, SIZE: tl.constexpr, SIDE: tl.constexpr):
-    """Codes int32 of the channels `mine` of vectors [n, P, m] under one scale, and that scale's bits as they are stored
-    ([n] fp16, or int32 of a byte); as `quant.encode` makes them."""
+    """Codes int32 of channels `mine` of vectors [n, P, m] under one scale, and the bits of that scale.
+
+    The scale's bits are [n], fp16 or int32 of a byte, as `quant.encode` makes them.
+    """
     most = tl.max(tl.max(tl.where(mine, tl.abs(x), 0.0), 2), 1)
     bad = tl.sum(tl.sum((mine & (x != x)).to(tl.int32), 2), 1) > 0
     most = tl.where(bad, float("nan"), most)
@@ -311,8 +318,10 @@ def _lost_by(x, mine, codes, by, SIDE: tl.constexpr):
 
 @triton.jit
 def encode_up(x, channel, mine, SIDE: tl.constexpr):
-    """Codes int32 of the channels `mine` of vectors [n, P, m] as llama.cpp and vLLM round them, with their scale and
-    zero, fp32 [n]; as `quant.encode` makes them."""
+    """Codes int32 of channels `mine` of vectors [n, P, m], rounded as in llama.cpp and vLLM.
+
+    With their scale and zero, fp32 [n]; as `quant.encode` makes them.
+    """
     size = tl.abs(x)
     most = tl.max(tl.max(tl.where(mine, size, 0.0), 2), 1)
     bad = tl.sum(tl.sum((mine & (x != x)).to(tl.int32), 2), 1) > 0

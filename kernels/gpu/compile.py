@@ -47,9 +47,11 @@ _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel for one target: its binary, shared memory in bytes, what a thread takes and spills, and the seconds it
-    took. `spilled` counts bytes of local memory on NVIDIA and registers on AMD; it and `registers` are None where they
-    cannot be told. `constants` are those of the launch."""
+    """One kernel compiled for one target: binary, shared memory (bytes), registers, spills, seconds of compilation.
+
+    `spilled` counts bytes of local memory on NVIDIA and registers on AMD; it and `registers` are None where the binary
+    does not say. `constants` are those of the launch.
+    """
 
     kernel: str
     target: str
@@ -62,8 +64,10 @@ class Compiled:
 
 
 def unspecialised(kernel: Any) -> set[str]:
-    """The arguments whose values are no part of what is compiled: sizes that the host counts, which would else be a
-    kernel for 1, one for multiples of 16, and one for the others."""
+    """Arguments that must not be specialised by value: sizes that the host counts.
+
+    Triton would compile one kernel for 1, one for multiples of 16, and one for other values.
+    """
     if isinstance(kernel, triton.JITFunction):
         return {parameter.name for parameter in kernel.params if parameter.do_not_specialize}
     return set(kernel.kwargs.get("do_not_specialize") or ())
@@ -133,8 +137,10 @@ def compile_launches(
 
 
 def _usage(asm: Mapping[str, Any]) -> tuple[int | None, int | None]:
-    """The registers of a thread, and what it keeps in memory because they do not suffice: bytes of stack in a cubin, or
-    spilled registers as AMD's assembly says."""
+    """Registers of a thread and its spills.
+
+    Spills are bytes of stack in a cubin, or spilled registers as AMD's assembly states.
+    """
     if "amdgcn" in asm:
         registers, spilled = (
             [int(count) for count in re.findall(rf"\.vgpr_{name}:\s*(\d+)", asm["amdgcn"])]
@@ -158,7 +164,7 @@ def nvidia_tool(name: str, *options: str, binary: bytes) -> str:
 
 
 def parse_sass(sass: str) -> tuple[list[str], dict[str, int]]:
-    """Instructions in a disassembly by nvdisasm, and of each label the index of the instruction behind it."""
+    """Instructions in a disassembly by nvdisasm, and of each label the index of the instruction after it."""
     lines: list[str] = []
     labels: dict[str, int] = {}
     for line in sass.splitlines():
@@ -169,8 +175,8 @@ def parse_sass(sass: str) -> tuple[list[str], dict[str, int]]:
     return lines, labels
 
 
-# What a thread may keep in memory: the reduction of a large angle before its cosine takes a table of 28 bytes there;
-# one warp that attends over two tiers of codes keeps 64 (80 on sm_120), and on sm_80 quest's choice of pages 72.
+# Bytes that a thread may keep in memory: the reduction of a large angle before its cosine takes a table of 28 bytes
+# there; one warp that attends over two tiers of codes keeps 64 (80 on sm_120), and on sm_80 quest's choice of pages 72.
 SPILLS_AT_MOST = {target: 0 if target.startswith("gfx") else 64 for target in TARGETS} | {"sm_80": 72, "sm_120": 80}
 
 # The device checks of these, at the head dim of Llama 3 8B, and what has no check of its own.
@@ -183,8 +189,10 @@ _WIDE: Kinds = ((_DIM, torch.float32, ("k4v2",)), (_DIM, torch.bfloat16, _FORMAT
 
 
 def _step(dtype: torch.dtype, *names: str, ring: bool = False, rotated: bool = False, chosen: bool = False) -> None:
-    """One layer of a prepared decode step with its tracked fields, its residual buffers, keys that are rotated when
-    they are read, or pages that are chosen by their bounds; and what the tables say."""
+    """One layer of a prepared decode step: tracked fields, a residual buffer, key rotation, or pages chosen by bounds.
+
+    `rotated` keys are rotated on reading. Also the sizes of its tables.
+    """
     formats = [format_of(name, _DIM) for name in names]
     if chosen:
         formats = [bounded_format(_DIM)]
@@ -267,7 +275,7 @@ CASES: dict[str, Callable[[Plan], Iterable[object] | None]] = {
 
 
 def _run(case: str, plan: Plan) -> None:
-    """Calls a case; a check is a generator, which runs as far as it is asked."""
+    """Calls a case; a check is a generator, of which only the requested part runs."""
     for _ in CASES[case](plan) or ():
         pass
 
@@ -278,8 +286,10 @@ def _shown(built: Compiled) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Compiles cases for targets and prints one line per kernel; 0 when all compiled, none spills registers and each
-    finds its shared memory."""
+    """Compiles cases for targets and prints one line per kernel.
+
+    Returns 0 when all compiled, none spills registers and each fits into shared memory.
+    """
     parser = argparse.ArgumentParser(prog="python -m kvbench.kernels.gpu.compile", description=__doc__.split("\n")[0])
     parser.add_argument("--target", nargs="*", choices=sorted(TARGETS), default=sorted(TARGETS))
     parser.add_argument("--case", nargs="*", choices=list(CASES), default=list(CASES))

@@ -1,5 +1,6 @@
-"""GPU backend, decode attention in CUDA C++: compiles its source with NVRTC, which CUDA builds of torch carry, once per
-source, form and target.
+"""Decode attention in CUDA C++ (GPU backend): compiles its source with NVRTC.
+
+CUDA builds of torch include NVRTC. There is one build per source, form and target.
 """
 
 import ctypes

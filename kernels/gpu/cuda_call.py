@@ -58,7 +58,7 @@ class HostKernels:
     """The kernels on a CPU, thread after thread: slow, to compare their source with the reference.
 
     Args:
-        form: What they are built for.
+        form: The form that they are built for.
         blocks: That share the lists; the result does not depend on it.
 
     Raises:

@@ -41,8 +41,10 @@ _COPY = "UBLKCP|LDGSTS"
 
 @dataclass(frozen=True)
 class Usage:
-    """Resources of a build of the decode kernel: registers per thread, spilled bytes, bytes of code; warp
-    instructions per token and KV head, and of those in turns."""
+    """Resources of a build of the decode kernel.
+
+    Registers per thread, spilled bytes, bytes of code; warp instructions per token and KV head, and of those in loops.
+    """
 
     registers: int
     spilled: int
@@ -83,8 +85,10 @@ class Code:
 
     @cached_property
     def loops(self) -> list[tuple[int, int]]:
-        """First and last instruction of each loop, inner ones first. The code behind the kernel's own, where warps wait
-        for a barrier, is none."""
+        """First and last instruction of each loop, inner ones first.
+
+        The code after the kernel's, where warps wait for a barrier, is no loop.
+        """
         end = next(at for at in reversed(range(len(self.lines))) if self.lines[at].endswith("EXIT"))
         pairs = {(to, at) for at, follows in enumerate(self.successors) for to in follows if to <= at <= end}
         latest = {head: max(at for to, at in pairs if to == head) for head, _ in pairs}
@@ -97,8 +101,10 @@ class Code:
     def path(
         self, loop: tuple[int, int], value: Callable[[int], tuple[float, ...]], closed: Iterable[tuple[int, int]] = ()
     ) -> tuple[float, ...]:
-        """The largest sum of values along a path from the first to the last instruction of a loop; inner loops that are
-        `closed` are passed over as a whole, from first to last."""
+        """Largest sum of values along a path from the first to the last instruction of a loop.
+
+        Inner loops that are `closed` are skipped as a whole.
+        """
         first, last = loop
         behind = {head: end for head, end in closed if first <= head and end <= last and (head, end) != loop}
         best: dict[int, tuple[float, ...]] = {last: value(last)}
@@ -163,8 +169,10 @@ def usage(form: Form, target: str, tokens: int = _TOKENS) -> Usage:
 
 
 def form_named(name: str, head_dim: int, **more: Any) -> Form:
-    """The form of a format of `bench.caches.slot_format`, or two joined by +, on pages as a GPU has them; 4 bf16 query
-    heads per KV head, unless `more` says otherwise."""
+    """Form of a format of `bench.caches.slot_format`, or of two joined by +, on pages as a GPU has them.
+
+    4 bf16 query heads per KV head, unless `more` says otherwise.
+    """
     slots = [slot_format(part, head_dim) for part in name.split("+")]
     size = choose_page_bytes(slots, tiled=True)
     tiers = tuple(PageFormat(slot, size) for slot in slots)

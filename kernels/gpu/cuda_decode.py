@@ -1,7 +1,8 @@
 """GPU backend, decode attention in CUDA C++: one query token per sequence over pages, prepared for layers alike.
 
 It does what `decode.Attention` does with Triton. How lists are cut into parts is decided on the device, from how much
-each one holds; the host only knows how many parts there can be. A layer is one launch, and two where it makes scores.
+each one holds; the host only has an upper bound on the number of parts. A layer is one launch, and two where it makes
+scores.
 """
 
 import warnings
@@ -107,8 +108,10 @@ class CudaAttention:
     def __call__(
         self, q: Tensor, ring: Ring | None, scale: float, offset: int | None = None
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """A layer whose lists lie behind `offset` others of a sequence: as `Backend.paged_decode`, whose log-sum-exp
-        the next call overwrites."""
+        """Attends one layer, whose lists are `offset` lists into each sequence; see `Backend.paged_decode`.
+
+        The next call overwrites the log-sum-exp.
+        """
         q, offset = q.contiguous(), self._lists.offset if offset is None else offset
         if ring is not None:
             k, v = (x if x.stride(3) == 1 and x.stride(2) == x.shape[3] else x.contiguous() for x in (ring.k, ring.v))
@@ -137,7 +140,7 @@ class Decoder:
         build: Makes the kernels of a form for a device, or raises ValueError where it cannot; None = Triton alone.
 
     Attributes:
-        ran: What made attention so far: `cuda`, or `triton`, followed by the reason where that was not asked for.
+        ran: Kernels that have run so far: `cuda`, or `triton`, followed by the reason if `cuda` was requested.
     """
 
     def __init__(self, build: Build | None = None) -> None:

@@ -34,7 +34,7 @@ class Form:
         out: Type of the output.
         ring: Type of the residual buffers; empty = there are none.
         scores: Exponentials are kept.
-        stage_bytes: Of pages under way in a block.
+        stage_bytes: Bytes of pages in flight in a block.
     """
 
     tiers: tuple[PageFormat, ...]
@@ -54,8 +54,10 @@ class Form:
         return self.tiers[0].slot.head_dim
 
     def registers(self, target: str) -> int:
-        """Of a thread of the decode kernel at most. Three blocks lie on a multiprocessor with 128 or fewer; the forms
-        that are timed do with 104 on sm_90."""
+        """Most registers of a thread of the decode kernel.
+
+        A multiprocessor holds three blocks with 128 or fewer; the benchmarked forms need 104 on sm_90.
+        """
         if self.head_dim > 128:
             return 255
         plain = len(self.tiers) == 1 and not (self.scores or self.ring or target != "sm_90")

@@ -62,14 +62,14 @@ class CudaKernels:
     """The kernels of one form on one card, launched on torch's current stream there.
 
     Args:
-        form: What they are built for.
+        form: The form that they are built for.
         device: The card.
         library: With the functions of libcuda; None = the driver's.
         built: The cubin; None = compiled for the card, or from the cache.
 
     Attributes:
-        shared_bytes: Of a block of the decode kernel.
-        blocks: Of the decode kernel that the card holds at once.
+        shared_bytes: Shared memory of a block of the decode kernel, bytes.
+        blocks: Blocks of the decode kernel that the card holds at once.
 
     Raises:
         BuildError: They cannot be compiled or loaded.

@@ -71,8 +71,10 @@ def _processors_of(device: torch.device) -> int:
 
 
 def _num_processors(device: torch.device) -> int:
-    """Multiprocessors (NVIDIA) or compute units (AMD) of a device; 1 in the interpreter, and an H100's where kernels
-    are compiled without a GPU."""
+    """Multiprocessors (NVIDIA) or compute units (AMD) of a device.
+
+    1 in the interpreter, and an H100's where kernels are compiled without a GPU.
+    """
     return _processors_of(device) if device.type == "cuda" else 132 if ptx_level() else 1
 
 
@@ -93,7 +95,7 @@ def _block_slots(fmt: PageFormat, wide: bool, scores: bool) -> int:
     group = slot.k_channel_group if slot.channel_keys else 0
     if group >= MIN_DOT and group & (group - 1) == 0:
         return min(group, most)  # within one group of tokens, one scale per channel serves the block
-    # What is left of a page is read in a tile of its own.
+    # The rest of a page is read in a separate tile.
     return max(size for size in (16, 32, 64) if size <= max(16, min(most, slots)))
 
 
@@ -107,8 +109,10 @@ def _operand(q: Tensor, tiers: list["ListTier"], ring: Ring | None) -> tl.dtype:
 
 
 def _num_parts(lists: int, most: int, at_once: int) -> int:
-    """Parts that each list of so many pages or blocks at most is cut into, where so many programs run at once: those
-    of one wave, or as many as end soonest. A wave that is hardly begun takes as long as a full one."""
+    """Parts that each list of at most `most` pages or blocks is cut into, with `at_once` concurrent programs.
+
+    Those of one wave, or as many as end soonest: a nearly empty wave takes as long as a full one.
+    """
     lists = max(1, lists)
     tried = range(1, min(most, max(at_once // lists, _MOST_WAVES)) + 1)
     return min(tried, key=lambda parts: (-(-lists * parts // at_once) / parts, parts), default=1)
@@ -120,8 +124,10 @@ _resident: dict[tuple, int] = {}  # programs of a compiled kernel that one multi
 
 
 def programs_by_size(registers: int, shared_bytes: int, warps: int, has_bytes: int, threads: int = 2048) -> int:
-    """Programs of so many warps that a multiprocessor of NVIDIA's holds, whose shared memory has `has_bytes`, by a
-    thread's registers and a program's shared memory."""
+    """Programs that a multiprocessor of NVIDIA's holds, by registers per thread and shared memory per program.
+
+    `has_bytes` is the multiprocessor's shared memory.
+    """
     quarters, granule = 4, 256
     # Registers lie in quarters, of which each holds whole warps.
     in_quarter = _REGISTERS // quarters // (-(-_WARP * registers // granule) * granule)
@@ -130,10 +136,9 @@ def programs_by_size(registers: int, shared_bytes: int, warps: int, has_bytes: i
 
 
 def programs_per_processor(kernel: Any, arguments: Sequence[Any], constants: dict[str, Any]) -> int:
-    """Programs of a kernel that fit on a multiprocessor of NVIDIA's, by the registers and the shared memory that it
-    takes when it is compiled.
+    """Programs of a kernel that fit on a multiprocessor of NVIDIA's, by its compiled registers and shared memory.
 
-    Source: Triton's tutorial 2 (fused softmax), which asks a compiled kernel for both.
+    Source: Triton's tutorial 2 (fused softmax), which reads both from a compiled kernel.
     """
     kinds = tuple(x.dtype if isinstance(x, Tensor) else type(x) for x in arguments)
     key = (arguments[0].device, kernel.__name__, tuple(constants.items()), kinds)
@@ -186,7 +191,7 @@ class ListTier:
         is_reversed: A list's entries are filled from the right.
         num_k, num_v: Keys and values held, whole numbers.
         angles: fp32 [S, n, D / 2] to rotate stored keys by, or None.
-        rotation: How the angles follow from the slots, or None.
+        rotation: Source of the angles of slots, or None.
     """
 
     fmt: PageFormat
@@ -233,7 +238,7 @@ class ListTier:
 
 @dataclass(frozen=True)
 class _Launch:
-    """Shared part of a kernel's launches: its grid, the arguments behind a layer's own, and its constants."""
+    """Shared part of a kernel's launches: its grid, the arguments after a layer's own, and its constants."""
 
     grid: tuple[int, int]
     operands: list[Any]
@@ -241,8 +246,9 @@ class _Launch:
 
 
 class Attention:
-    """Attention of one query token per sequence over lists of pages, as `Backend.paged_decode`, prepared once for
-    layers that are alike: a call is two launches (four for three tiers) and makes nothing but its results.
+    """Attention of one query token per sequence over lists of pages, prepared once for equal layers.
+
+    As `Backend.paged_decode`. A call is two launches (four for three tiers) and allocates nothing but its results.
 
     Buffers between the launches of a layer are reused by the next one.
 
@@ -279,7 +285,7 @@ class Attention:
         self._absent = absent = self._lse  # where a kernel does not look at a tensor
         self._tiers, self._out, self._lists = tiers, out, lists
         self._sinks = absent if softmax.sinks is None else softmax.sinks
-        # Exponentials are at most 1: fp16 holds them as well as the products behind them.
+        # Exponentials are at most 1: fp16 holds them as well as the products after them.
         kind = torch.float32 if operand == tl.float32 else torch.float16
         self._kept = [(absent, absent)] * len(tiers)
         if how.group:
@@ -338,7 +344,7 @@ class Attention:
         return _FEW_PARTS if sum(self._parts) <= _FEW_PARTS else min(_MOST_PARTS, _MERGED // padded)
 
     def _reads(self, pair: tuple[int, int], count: int, step: tuple[Tensor, ...], constants: dict) -> _Launch:
-        """Of `_attend`, over one tier or two."""
+        """Arguments of `_attend`, over one tier or two."""
         (first, second), (pages, rows, seen) = pair, step
         rotation = self._tiers[first].rotation
         operands: list[Any] = [pages, rows, seen, self._absent if rotation is None else rotation.frequencies]
@@ -359,7 +365,7 @@ class Attention:
     def _merges(
         self, pair: tuple[int, int], count: int, step: tuple[Tensor, ...], constants: dict, how: StepScores
     ) -> _Launch:
-        """Of `_finish`; the first one merges the parts, too."""
+        """Arguments of `_finish`; the first one merges the parts, too."""
         (first, second), pages = pair, step[0]
         operands: list[Any] = [self._lse, *self._partial, *step[1:], self._sinks, pages, pages.shape[1]]
         operands += [sum(self._parts)]
@@ -380,8 +386,10 @@ class Attention:
     def __call__(
         self, q: Tensor, ring: Ring | None, scale: float, offset: int | None = None
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """A layer whose lists lie behind `offset` others of a sequence: as `Backend.paged_decode`, whose log-sum-exp
-        the next call overwrites."""
+        """Attends one layer, whose lists are `offset` lists into each sequence; see `Backend.paged_decode`.
+
+        The next call overwrites the log-sum-exp.
+        """
         q, offset = q.contiguous(), self._lists.offset if offset is None else offset
         out = torch.empty(q.shape, dtype=self._out, device=q.device)
         scores = [torch.empty(shape, device=q.device) for shape in self._returned]

@@ -4,8 +4,8 @@
 got; a replay carries them out again into the same tensors. Whatever the step took from the host, such as a number that
 should have changed or a size, is frozen as in a real graph, so that replayed steps differ from eager ones. Reading back
 while it is recorded raises, and so does making a tensor of the host's numbers, which a GPU would have to fetch from
-memory that is not pinned. What a step allocated is written over before every replay, as by other graphs of the same
-memory pool.
+memory that is not pinned. Memory that a step allocated is overwritten before every replay, as by other graphs of the
+same memory pool.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,5 +1,7 @@
-"""GPU backend: the kernels that move page ids between the free list and the page tables, and slots as lists are
-compacted; `table` launches them."""
+"""GPU kernels that move page ids between free list and page tables, and slots as lists are compacted.
+
+`table` launches them.
+"""
 
 import triton
 import triton.language as tl
@@ -17,8 +19,7 @@ def _pages_needed(
     lists, count, num_slots, row, num, num_lists, max_pages, TIER: tl.constexpr, OTHER: tl.constexpr, T: tl.constexpr,
     T_OTHER: tl.constexpr, RELEASE: tl.constexpr,
 ):  # fmt: skip
-    """Of a block of lists: their numbers, their slots before, the slots asked for, the pages that they take or return,
-    and which of them must not."""
+    """Index, slots before, requested slots, pages taken or returned, and refusals of a block of lists."""
     mask = row < num
     which = tl.load(lists + row, mask=mask, other=0).to(tl.int64)
     before = tl.load(num_slots + TIER * num_lists + which, mask=mask, other=0)

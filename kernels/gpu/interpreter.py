@@ -1,7 +1,8 @@
-"""Triton's interpreter, which runs the kernels where there is no GPU, without most of what it spends its time on.
+"""Faster patching for Triton's interpreter, which runs the kernels without a GPU.
 
-It puts numpy's versions in the place of triton.language's functions whenever a device function is called, `tl.sum` and
-`tl.zeros` among them, and looks through all of triton.language for it. Within a launch they are in place already.
+The interpreter replaces triton.language's functions by numpy versions at every call of a device function, `tl.sum` and
+`tl.zeros` included, and walks all of triton.language each time. Within a launch the patches are already applied, so
+here they are applied once.
 """
 
 from collections.abc import Callable
@@ -13,15 +14,17 @@ Change = tuple[object, str, object]  # the object, the attribute, and its value 
 
 
 def patch_once() -> None:
-    """Has the interpreter put its functions in place once per launch, from a list that it makes once. A version of
-    Triton whose interpreter is built otherwise (before 3.9) stays as it is."""
-    from triton.runtime import interpreter  # which a machine with a GPU has no use for
+    """Makes Triton's interpreter patch its functions once per launch, from a list that is made once.
+
+    A version whose interpreter is built otherwise (before 3.9) stays unchanged.
+    """
+    from triton.runtime import interpreter  # not needed on a machine with a GPU
 
     scope_type = getattr(interpreter, "_LangPatchScope", None)
     if scope_type is None or getattr(interpreter._patch_lang, "once", False):
         return
     patch = interpreter._patch_lang
-    lists: dict[tuple, list[Change]] = {}  # what a function's modules take, beside what is in place
+    lists: dict[tuple, list[Change]] = {}  # (patched modules, a function's modules) -> further patches
     of_function: dict[Callable, tuple[object, ...]] = {}
     patched: list[tuple[object, ...]] = []
     launch: list[Any] = []

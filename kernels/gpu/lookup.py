@@ -1,5 +1,7 @@
-"""GPU backend: the kernels that read the page tables, and find the smallest tracked number of every list where the
-numbers lie; `table` launches them, one launch whatever the number of lists."""
+"""GPU kernels that read the page tables, and search every list's smallest tracked number in its pages.
+
+`table` launches them, one launch whatever the number of lists.
+"""
 
 import triton
 import triton.language as tl
@@ -142,8 +144,10 @@ def _tracked_slots(
     pages, lists, table, num_slots, score, pos, there, held, page_bytes, entries, width, T: tl.constexpr,
     SCORE: tl.constexpr, POS: tl.constexpr, REVERSED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Score and position of a block of slots of one list, and whether it holds them; 0 and -1 where it does not. The
-    first block notes how many slots the list holds."""
+    """Score, position and held mask of a block of slots of one list; 0 and -1 for slots it does not hold.
+
+    The first block writes the number of slots.
+    """
     pid = tl.program_id(0)
     which = tl.load(lists + pid).to(tl.int64)
     slot = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -36,8 +36,9 @@ BLOCK = 256  # slots of a program that writes tracked fields
 
 @triton.jit
 def _slot_values(base, slot, channel, mask, KEYS: tl.constexpr, D: tl.constexpr, T: tl.constexpr, SIDE: tl.constexpr):
-    """Channels of single slots, fp32, in the broadcast shape of `base`, `slot` and `channel`; 0 where masked, and of
-    channels that keys are stored without.
+    """Channels of single slots, fp32, in the broadcast shape of `base`, `slot` and `channel`.
+
+    0 where masked, and for channels that keys are stored without.
 
     A code times its fp16 scale is exact in fp32, so nothing depends on whether the zero is added in the same step.
     """
@@ -77,10 +78,12 @@ def _write_side(
     BM: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, T: tl.constexpr, META_FIRST: tl.constexpr,
     FROM: tl.constexpr, HALF: tl.constexpr, SIDE: tl.constexpr, S_T: tl.constexpr, SOURCE: tl.constexpr,
 ):  # fmt: skip
-    """Encodes one side of BM slots whose scales are their own: from dense vectors (FROM = 0), from slots of another
-    format (1), or from the rows of x that `source_page` names (2). With `per_row` lists of a sequence, of which `heads`
-    are written here, from `offset` on. Dense vectors, of which a sequence's begin `x_row` behind the one's before, are
-    rotated first where HALF is not 0."""
+    """Encodes one side of BM slots that have scales of their own.
+
+    From dense vectors (FROM = 0), from slots of another format (1), or from the rows of x that `source_page` names (2).
+    With `per_row` lists of a sequence, `heads` of them are written here, from `offset` on. The dense vectors of
+    successive sequences are `x_row` apart; they are rotated first where HALF is not 0.
+    """
     row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     list_index = (row // heads) * per_row + offset + row % heads
     target = tl.load(page + list_index, mask=row < count, other=-1).to(tl.int64)
@@ -162,8 +165,10 @@ def _write_key_groups(
     x, source, pages, page, slot, page_bytes, D: tl.constexpr, T: tl.constexpr, GT: tl.constexpr, BW: tl.constexpr,
     NAMED: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """Encodes the keys of one group of tokens with one scale per channel, BW bytes of every slot; NAMED: from the rows
-    of x that `source` names."""
+    """Encodes the keys of one group of tokens with one scale per channel, BW bytes of every slot.
+
+    NAMED: from the rows of x that `source` names.
+    """
     first = tl.program_id(0).to(tl.int64) * SIDE.CHANNEL
     target = tl.load(page + first).to(tl.int64)
     start = tl.load(slot + first).to(tl.int32)
@@ -254,8 +259,10 @@ def _move_bytes(
     pages, source_page, source_slot, page, slot, source_map, target_map, count, num_bytes, page_bytes,
     BM: tl.constexpr, BB: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Copies bytes of BM slots, BB of each, or a column of BB where there are COLUMNS; byte j of slot i lies at map[j,
-    0] + i * map[j, 1] in its page."""
+    """Copies bytes of BM slots, BB of each, or with COLUMNS a column of BB.
+
+    Byte j of slot i is at map[j, 0] + i * map[j, 1] in its page.
+    """
     row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     j = tl.arange(0, BB)
     if COLUMNS > 0:
@@ -284,8 +291,10 @@ def _demote_both(
     BV: tl.constexpr, D: tl.constexpr, META_FIRST: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr, T: tl.constexpr,
     S_T: tl.constexpr, K: tl.constexpr, V: tl.constexpr, SK: tl.constexpr, SV: tl.constexpr,
 ):  # fmt: skip
-    """Re-quantises the keys (programs of the first column), the values (of the second), or copies the tracked fields of
-    some slots into another format."""
+    """Re-quantises keys (programs of the first column) and values (of the second) into another format.
+
+    The other programs copy the tracked fields.
+    """
     part = tl.program_id(1)
     if part == 0:
         _write_side(
@@ -304,8 +313,10 @@ def _demote_both(
 
 @cache
 def byte_map(fmt: PageFormat, names: tuple[str, ...], device: torch.device) -> Tensor:
-    """Positions of a slot's bytes in some regions of a format whose slots stand alone: int32 [bytes, 2], byte j of slot
-    i at first[j] + i * step[j] within its page."""
+    """Positions of a slot's bytes in some regions of a format of independent slots, int32 [bytes, 2].
+
+    Byte j of slot i is at first[j] + i * step[j] within its page.
+    """
     slot, table = fmt.slot, []
     for name in names:
         offset, length = fmt.regions[name]
@@ -362,5 +373,5 @@ def _write(
         page, slot, pages, pages, count, pages.shape[1], count, 0, 0, 0, BM=rows, KEYS=side == "k", D=fmt.slot.head_dim,
         T=fmt.tokens_per_page, META_FIRST=fmt.slot.channel_keys, FROM=0 if source is None else 2, HALF=0,
         S_T=fmt.tokens_per_page, SIDE=layout, SOURCE=layout,
-        enable_fp_fusion=False,  # a product that is rounded only with the sum behind it can round a code the other way
+        enable_fp_fusion=False,  # a product that is rounded only with the sum after it can round a code the other way
     )  # fmt: skip

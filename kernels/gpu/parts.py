@@ -23,7 +23,7 @@ from kvbench.kernels.gpu.interpreter import patch_once
 Item = TypeVar("Item")
 ELEMENT = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 LOWEST = tl.constexpr(-1.0e30)  # stands for minus infinity, whose difference from itself would be NaN
-# What codes stand for: integers with a zero point, and without; tables, from `lloyd` on; scales of a byte, from `nvfp4`
+# Kinds of codes: integers with a zero point, and without; tables, from `lloyd` on; scales of a byte, from `nvfp4`
 # on. Of floats: without a scale, with one, and of another kind.
 CODES = {"min_max": 0, "symmetric": 1, "lloyd": 2, "iq4_nl": 3, "nvfp4": 4, "mxfp4": 5}
 CODES |= {"e4m3": 0, "e4m3_scaled": 1, "e5m2": -1}
@@ -55,7 +55,7 @@ class Kernel(Protocol):
 
 Receiver = Callable[[Kernel, tuple[int, ...], tuple[object, ...], dict[str, object]], None]
 
-# What takes launches in place of a GPU: `compile` and the test of host synchronisation set it.
+# Receiver of launches in place of a GPU: `compile` and the test of host synchronisation set it.
 _recorder: list[Receiver] = []
 _compiled_for: list[int] = []  # what `ptx_level` says in place of the machine
 
@@ -94,12 +94,12 @@ def _while_open(stack: list[Item], item: Item) -> Iterator[None]:
 
 
 def recording(receive: Receiver) -> AbstractContextManager[None]:
-    """While open, launches go to `receive(kernel, grid, arguments, constants)` and nothing is computed."""
+    """Context in which launches go to `receive(kernel, grid, arguments, constants)` and nothing is computed."""
     return _while_open(_recorder, receive)
 
 
 def compiled_for(level: int) -> AbstractContextManager[None]:
-    """While open, kernels are made for this level of NVIDIA's instructions, whatever the machine has."""
+    """Context in which kernels are made for this level of NVIDIA's instructions, whatever the machine has."""
     return _while_open(_compiled_for, level)
 
 
@@ -110,7 +110,7 @@ class Tuning:
     Args:
         block_slots: Slots that a turn of the loop reads, a power of two from 16 on; of keys with a scale per group of
             tokens no more than a group has.
-        warps: Of a program.
+        warps: Warps of a program.
         stages: Turns whose loads are under way.
     """
 
@@ -128,7 +128,7 @@ def tuning() -> Tuning:
 
 
 def tuned(sizes: Tuning) -> AbstractContextManager[None]:
-    """While open, decode attention is prepared with these sizes."""
+    """Context in which decode attention is prepared with these sizes."""
     return _while_open(_tunings, sizes)
 
 
@@ -150,10 +150,10 @@ class SideLayout:
         OFF: Byte offset of the codes; SCALE and ZERO: those of the metadata.
         GROUPS: Scales per vector.
         CHANNEL: Tokens that share a channel's scale; 0 = scales per token.
-        CODE: What codes stand for, a number of `CODES`.
-        FIT: How they are made, a number of `FITS`, or 0.
+        CODE: Kind of code, an index of `CODES`.
+        FIT: Rule of their scale, an index of `FITS`, or 0.
         ELEM: Element type.
-        PTX: What NVIDIA's own instructions can be used for, as `ptx_level`.
+        PTX: Uses of NVIDIA's instructions, as `ptx_level`.
     """
 
     BITS: int
@@ -235,7 +235,7 @@ if INTERPRETED:
 
 @triton.jit
 def e4m3_values(raw):
-    """fp32 values of e4m3 bytes: the same bits as an fp16 with its exponent 8 lower; 0x7f and 0xff are NaN."""
+    """Decode e4m3 bytes to fp32: the same bits as an fp16 with its exponent 8 lower; 0x7f and 0xff are NaN."""
     wide = raw.to(tl.uint16)
     half = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
     return tl.where((wide & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
@@ -243,7 +243,7 @@ def e4m3_values(raw):
 
 @triton.jit
 def float8_values(raw, CODE: tl.constexpr):
-    """fp32 values of bytes that are floats: e5m2 where CODE is negative, else e4m3."""
+    """Decode float bytes to fp32: e5m2 where CODE is negative, else e4m3."""
     if CODE < 0:
         return (raw.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
     else:
@@ -252,7 +252,7 @@ def float8_values(raw, CODE: tl.constexpr):
 
 @triton.jit
 def capped(logit, CAP: tl.constexpr):
-    """Logits of base 2 behind a soft cap, CAP * tanh(logit / CAP)."""
+    """Logits of base 2 after a soft cap, CAP * tanh(logit / CAP)."""
     shrunk = tl.exp2(tl.abs(logit) * (-2.0 * 1.4426950408889634 / CAP))
     return tl.where(logit < 0, -CAP, CAP) * (1.0 - shrunk) / (1.0 + shrunk)
 
@@ -291,7 +291,7 @@ def e5m2_bytes(x):
 
 @triton.jit
 def elements(x, ELEM: tl.constexpr):
-    """fp32 values as elements, halves to even; to bf16 by their bits, which the interpreter's own cast cuts off."""
+    """Cast fp32 values to elements, halves to even; to bf16 by their bits, since the interpreter's cast truncates."""
     if ELEM == tl.bfloat16:  # noqa: SIM300
         bits = x.to(tl.uint32, bitcast=True)
         rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.uint16)

@@ -2,7 +2,7 @@
 
 Column sums take two passes. The first finds every counted query's maximum and sum of exponentials, and is left out
 where torch's own fused attention of the prompt gave their log-sum-exp (`reference/prompts.py`). In the second each
-program owns a block of keys and goes over the queries behind it, so that no two programs add to the same sum. Keys are
+program owns a block of keys and goes over the queries after it, so that no two programs add to the same sum. Keys are
 the rows of its products, so that the sum over queries stays within a warp; the log-sum-exp stands in the exponent, and
 only the tiles that the diagonal cuts are masked. Nothing of size N x N is ever written. Capture-safe.
 """
@@ -58,9 +58,11 @@ def _count_turn(
     BM: tl.constexpr, OP: tl.constexpr, CAP: tl.constexpr, POWER: tl.constexpr, BELOW: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The sums [BN] of keys j with those of one tile of queries added; MASKED where the tile may have pairs that do not
-    count. `q`, `tops` and `sums` are one head's, as of the first query: an offset of 64 bits is two registers for each
-    of a thread's elements."""
+    """Adds one tile of queries to the sums [BN] of keys j; MASKED where some pairs of the tile do not count.
+
+    `q`, `tops` and `sums` are offset to one head's first query: an offset of 64 bits would take two registers for each
+    element of a thread.
+    """
     i = begin + tl.arange(0, BM)
     query = _tile(q, 0, q_token, i, D, DP, length, OP)
     top = tl.load(tops + i, mask=i < length, other=0.0 if BELOW else float("inf"))
@@ -86,8 +88,9 @@ def _sum_columns(
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, OP: tl.constexpr, CAP: tl.constexpr,
     POWER: tl.constexpr, BELOW: tl.constexpr,
 ):  # fmt: skip
-    """Column sums of one block of keys over the counted queries of one head; with BELOW, less one for each query whose
-    weight is below an equal share of the keys that it sees.
+    """Column sums of one block of keys over the counted queries of one head.
+
+    With BELOW, minus one for each query whose weight is below an equal share of the keys that it sees.
 
     `tops`: log-sum-exp of the queries, base 2; with BELOW their maxima, and `sums` their sums of exponentials.
     """
@@ -130,8 +133,11 @@ def _operand(*tensors: Tensor) -> torch.dtype:
 def sum_columns(
     q: Tensor, k: Tensor, scale: float, columns: ColumnSums, lse: Tensor | None, softmax: Softmax
 ) -> Tensor:
-    """Launches what `Backend.column_scores` takes. With `lse` the first pass is left out; not for counts, where a
-    probability of just 1 / n must not be a rounding below it."""
+    """Launches `Backend.column_scores`.
+
+    With `lse` the first pass is skipped; not for counts, where a probability of exactly 1 / n must not be rounded below
+    it.
+    """
     assert lse is None or not columns.below_uniform, "counts take both passes"
     heads, length, head_dim = q.shape
     q, k = _rows(q), _rows(k)
@@ -212,8 +218,10 @@ def _attend_chunk(
 
 
 def _chunk_tile(kind: torch.dtype, padded: int) -> dict[str, int]:
-    """Queries and keys of a tile, with 8 warps. Larger ones, and loads ahead of fp32 tiles, spill registers as compiled
-    for sm_89 and gfx942."""
+    """Queries and keys of a tile, with 8 warps.
+
+    Larger tiles, and prefetching of fp32 tiles, spill registers as compiled for sm_89 and gfx942.
+    """
     if kind == torch.float32:
         return {"BM": 32, "BN": 16, "num_stages": 1}
     return {"BM": 128 if padded <= 128 else 64, "BN": 64 if padded <= 64 else 32, "num_stages": 2}

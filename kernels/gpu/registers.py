@@ -36,7 +36,7 @@ class Form:
         formats: Names of `caches.slot_format` joined by +, a tier each; `columns` = column scores.
         dim: Channels of a head.
         kind: Type of the queries, a name of `KINDS`, and of elements that are not coded.
-        ring: Behind a residual buffer.
+        ring: With a residual buffer.
         scores: With scores that are added to what pages track.
     """
 
@@ -48,14 +48,16 @@ class Form:
 
     @property
     def label(self) -> str:
-        """As a row of the table says it."""
+        """Label of a row of the table."""
         more = " ring" * self.ring + " scores" * self.scores
         return f"{self.formats}{more}, D={self.dim}, {self.kind}"
 
 
 def forms(dims: tuple[int, ...] = DIMS, kinds: tuple[str, ...] = tuple(KINDS)) -> list[Form]:
-    """All forms of these head dims and types: every format of the attention bench without scores and with them, those
-    with scales per channel behind a ring."""
+    """All forms of these head dims and types.
+
+    Every format of the attention bench without and with scores, and those with scales per channel with a ring.
+    """
     plain = ("K16V16", "K8V8", "K8V4", "K4V4", "K4V2", "K2V2", "K8V4+K4V2")
     forms = []
     for dim in dims:
@@ -133,9 +135,11 @@ def loops(sass: str) -> list[list[str]]:
 
 
 def loop_instructions(built: Compiled) -> float | None:
-    """Machine instructions of the main loop: of a warp for a slot, or of a thread for a query and a key. Of two tiers,
-    the mean of a slot of each; branches that only some turns take, as into a ring, count too. None where the kernel has
-    no matrix products, or is not NVIDIA's."""
+    """Machine instructions of the main loop: of a warp per slot, or of a thread per query and key.
+
+    With two tiers, the mean per slot of each; branches taken in some iterations only, as into a ring, count. None where
+    the kernel has no matrix products, or is not NVIDIA's.
+    """
     if not built.target.startswith("sm_") or built.kernel not in ("_attend", "_sum_columns"):
         return None
     sizes = [len(lines) for lines in loops(nvidia_tool("nvdisasm", "-c", binary=built.binary))]

@@ -118,8 +118,8 @@ def turn_rows(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, T
     """Rotary embedding of queries and keys, in one launch.
 
     Args:
-        q: [N, Hq, D], the heads of a token contiguous; k: [N, H, D] likewise.
-        cos: [N, D / 2], contiguous; sin likewise.
+        q: [N, Hq, D], the heads of a token contiguous; k: [N, H, D], the heads of a token contiguous.
+        cos: [N, D / 2], contiguous; sin has the same form.
 
     Returns:
         Contiguous [N, Hq, D] and [N, H, D].

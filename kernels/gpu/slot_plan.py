@@ -1,7 +1,7 @@
 """GPU backend: a step's plan held to its lists, and the places of what comes in and what moves down.
 
 Two launches around the one in which pages are taken: nothing has a size that depends on content, and nothing is read
-back. Who takes no part in a move has page -1, which every kernel passes over.
+back. An entry without a move has page -1, which every kernel skips.
 """
 
 from dataclasses import dataclass
@@ -125,7 +125,7 @@ class SlotPlan:
 
     Args:
         lists: int64 [M].
-        tier: Where new tokens go.
+        tier: Tier of new tokens.
         slot: int64 [M] slots that they take, -1 for a new one; what broke a rule is -1.
         goes_to: int64 [M] tiers that displaced tokens go to, -1 for none; None = all -1.
         goes_at: int64 [M] slots there, -1 for a new one; None = all -1.
@@ -155,8 +155,10 @@ def settle(
     lists: Tensor, num_slots: Tensor, tier: int, slot: Tensor, goes_to: Tensor | None, goes_at: Tensor | None, *,
     acts: bool,
 ) -> SlotPlan:  # fmt: skip
-    """Holds a plan (whole numbers [M] of any type, as `SlotPlan` has them) to the lists it is about, which hold
-    `num_slots` int32 [tiers, all lists]; `acts`: slots may be overwritten at all."""
+    """Checks a plan (integer tensors [M], as in `SlotPlan`) against its lists.
+
+    They hold `num_slots` int32 [tiers, all lists]; `acts`: slots may be overwritten at all.
+    """
     slot = slot.reshape(-1).long().contiguous()
     goes_to, goes_at = (None if x is None else x.reshape(-1).long().contiguous() for x in (goes_to, goes_at))
     tiers, count = num_slots.shape[0], len(lists)
@@ -176,8 +178,11 @@ def settle(
 def locate(
     plan: SlotPlan, first: Tensor, entries: Tensor, further: Tensor, tokens_per_page: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
-    """Page and slot in it, int64 [tiers, M], where a settled plan writes: in its tier what comes in, in the others what
-    goes there; page -1 for nothing. `first`: int64 [tiers, M] first new slots of the lists."""
+    """Page and slot, int64 [tiers, M], of each write of a settled plan; page -1 where there is none.
+
+    In a list's tier the incoming token, in the other tiers the demoted one. `first`: int64 [tiers, M] first new slots
+    of the lists.
+    """
     page, inside = torch.empty_like(plan.wanted), torch.empty_like(plan.wanted)
     tiers, count = plan.wanted.shape
     sizes = [*tokens_per_page, 1, 1, 1][:4]

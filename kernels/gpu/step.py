@@ -1,8 +1,8 @@
 """GPU backend: a decode step in which a layer is three launches, with everything else prepared once per step.
 
 Kernels find pages and counts through the tables of all layers: no torch kernel runs between two launches, and the host
-asks for nothing. A layer writes its token, attends, and merges what its parts found; where there are residual buffers,
-what leaves them after attention is quantised for all layers at once, behind the last one.
+reads nothing back. A layer writes its token, attends, and merges what its parts found; where there are residual
+buffers, what leaves them after attention is quantised for all layers at once, after the last one.
 """
 
 from dataclasses import replace
@@ -34,8 +34,10 @@ def _write_both(
     V: tl.constexpr, DP: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, BOUND: tl.constexpr, HQ: tl.constexpr,
     BH: tl.constexpr,
 ):  # fmt: skip
-    """Encodes the new key (programs of the first column) or the new value of some lists into their slots; in a third
-    column, one list's key widens the bounds of its page, or a sequence's HQ queries are rotated."""
+    """Encodes new keys (first column of programs) and values of some lists into their slots.
+
+    In a third column, one list's key widens the bounds of its page, or a sequence's HQ queries are rotated.
+    """
     if tl.program_id(1) == 0:
         _write_side(
             k, pages, page, slot, page, slot, cos, sin, count, page_bytes, heads, per_row, offset, k_row, BK,
@@ -86,8 +88,7 @@ def _find_leaving(
     before, after, rows, table, page, slot, ring_entry, count, num_seq, layers, heads, most, length, entries,
     T: tl.constexpr, TABLED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Page (-1: it stays), slot and place in the whole buffer of the `most` oldest tokens of every list's buffer, layer
-    after layer."""
+    """Page (-1: it stays), slot and ring index of the `most` oldest tokens of every list's buffer, by layer."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = i < count
     each = i // most
@@ -111,8 +112,11 @@ def _rows_are_whole(x: Tensor) -> bool:
 
 
 class DeviceStep(FusedStep):
-    """A prepared decode step: `tiers` of all layers, `lists` of the first one; the target is format, page and slot
-    (int64 [S, L, H]) of the new tokens, None behind a ring. The rest is as of `Backend.open_tables`."""
+    """A prepared decode step: `tiers` of all layers, `lists` of the first one.
+
+    The target is format, page and slot (int64 [S, L, H]) of the new tokens, None with a ring. The other fields are as
+    in `Backend.open_tables`.
+    """
 
     def __init__(
         self, pages: Tensor, tiers: list[ListTier], lists: Lists, num_layers: int, seen: Tensor,
@@ -134,7 +138,7 @@ class DeviceStep(FusedStep):
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, turn: tuple[Tensor, Tensor] | None = None
     ) -> Tensor:
-        """As of `FusedStep`; cosines and sines [S, D / 2] of `turn` rotate the query and the key first."""
+        """See `FusedStep`; cosines and sines [S, D / 2] of `turn` rotate the query and the key first."""
         lists, ring = replace(self._lists, offset=layer * self._lists.heads), self._ring
         if ring is None:
             q = self._write(lists, q, k, v, turn)
@@ -172,8 +176,10 @@ class DeviceStep(FusedStep):
     def _write(
         self, lists: Lists, q: Tensor, k: Tensor, v: Tensor, turn: tuple[Tensor, Tensor] | None
     ) -> Tensor:  # fmt: skip
-        """Encodes the new keys and values [S, H, D] of a layer in one launch; the bytes are those of `write_keys` and
-        `write_values`. Returns the queries, rotated with the keys where they are to `turn`."""
+        """Encodes the new keys and values [S, H, D] of a layer in one launch, bytes as of `write_keys`, `write_values`.
+
+        Returns the queries, rotated with the keys where `turn` is set.
+        """
         assert self._target is not None
         fmt, page, slot = self._target
         k, v = (x if not fmt.bounds and _rows_are_whole(x) else x.contiguous() for x in (k, v))

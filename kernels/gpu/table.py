@@ -3,8 +3,8 @@
 The meaning is theirs, page by page: the same ids in the same order, in a fixed number of pages, because growing would
 need the host. The free list and the tables of all layers, heads and requests change in one launch where they are few,
 and in three whatever their number (`exchange`). Nothing is read back: a request that cannot be met changes nothing and
-leaves a code in `DevicePool.status`. The host knows without asking how many pages are free at least, so that a call
-which cannot fail is not waited for.
+leaves a code in `DevicePool.status`. The host keeps a lower bound on the free pages, so that a call which cannot fail
+needs no synchronisation.
 """
 
 from collections.abc import Callable
@@ -77,7 +77,7 @@ class DevicePool(PagePool):
         """Raises what the device noted since the last check; waits for it.
 
         Raises:
-            PoolExhausted: A call asked for more pages than were free; it changed nothing.
+            PoolExhausted: A call requested more pages than were free; it changed nothing.
             ValueError: A list needs more table entries than a row has; the call changed nothing.
         """
         code = int(self.status)
@@ -144,7 +144,7 @@ class DeviceTable(PageTable):
         self._sums = torch.zeros(2, blocks, dtype=torch.int32, device=self.entries.device)
 
     def lookup(self, lists: Tensor, tier: int, slot: Tensor) -> tuple[Tensor, Tensor]:
-        """As `PageTable.lookup`; -1 for slot numbers below 0, which every kernel passes over."""
+        """See `PageTable.lookup`; -1 for slot numbers below 0, which every kernel skips."""
         lists, slot = lists.contiguous(), slot.contiguous()
         page, inside = (torch.empty(slot.shape, dtype=torch.int64, device=slot.device) for _ in range(2))
         launch(
@@ -171,8 +171,7 @@ class DeviceTable(PageTable):
     def find_extreme(
         self, rows: Tensor, tier: int, fmt: PageFormat, search: SlotSearch, *, over_layer: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As `PageTable.find_extreme`, with numbers per sequence; `over_layer` compares the mean over a layer's
-        heads."""
+        """See `PageTable.find_extreme`, with one number per sequence; `over_layer` compares means over a layer."""
         shape, first = (len(rows), *self.shape[1:]), search.first
         value = torch.empty(shape, dtype=torch.float32, device=rows.device)
         slot, pos = (torch.empty(shape, dtype=torch.int64, device=rows.device) for _ in range(2))
@@ -193,7 +192,7 @@ class DeviceTable(PageTable):
     def tracked_slots(
         self, lists: Tensor, tier: int, fmt: PageFormat, width: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """As `PageTable.tracked_slots`; a score that is not tracked is 0, a position -1."""
+        """See `PageTable.tracked_slots`; a score that is not tracked is 0, a position -1."""
         held, kinds = torch.empty_like(lists), (torch.float32, torch.int64, torch.bool)
         score, pos, there = (torch.empty(len(lists), width, dtype=kind, device=lists.device) for kind in kinds)
         launch(
@@ -249,8 +248,10 @@ class DeviceTable(PageTable):
     def reserve(
         self, lists: Tensor, tier: int, count: Tensor, *, at_most: int | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """As `PageTable.reserve`, into `out` where it is given; all -1 when refused. Where so many pages are free for
-        sure, nothing is waited for, and a table row that is full is learnt of later."""
+        """See `PageTable.reserve`; writes to `out` if passed, all -1 when refused.
+
+        If enough pages are free for certain there is no synchronisation, and a full table row is reported later.
+        """
         knows = at_most is not None and self.pool.takes(at_most)
         first = torch.empty(len(lists), dtype=torch.int64, device=lists.device) if out is None else out
         self._change(lists, tier, count, first, release=False)
@@ -259,7 +260,7 @@ class DeviceTable(PageTable):
         return first
 
     def truncate(self, lists: Tensor, tier: int, count: Tensor) -> None:
-        """As `PageTable.truncate`; nothing happens where a list would grow, which is learnt of later."""
+        """See `PageTable.truncate`; a list that would grow is unchanged, which is reported later."""
         if self.pool.others is None:
             self._change(lists, tier, count, lists, release=True)
             return
@@ -304,8 +305,10 @@ class DeviceTable(PageTable):
             launch(_commit, (1,), pool.state, pool.status, sums, faults, blocks, RELEASE=release, BP=padded)
 
     def plan_compaction(self, lists: Tensor, tier: int, keep: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
-        """The moves of `PageTable.plan_compaction` list by list: source and target slots int32 [M, n], -1 behind the
-        last move; and the new slot counts, int64 [M]. Nothing is moved yet."""
+        """Moves of `PageTable.plan_compaction` by list: source and target slots int32 [M, n], -1 after the last move.
+
+        Also the new slot counts, int64 [M]. Nothing is moved yet.
+        """
         width, keep = keep.shape[1], keep.contiguous().view(torch.uint8)
         sources, targets = (torch.empty(len(lists), width, dtype=torch.int32, device=lists.device) for _ in range(2))
         counts = torch.empty(len(lists), dtype=torch.int64, device=lists.device)
@@ -316,7 +319,7 @@ class DeviceTable(PageTable):
         return sources, targets, counts
 
     def compact(self, lists: Tensor, tier: int, keep: Tensor, fmt: PageFormat, move: Move | None = None) -> None:
-        """As `PageTable.compact`; slots that `keep` has no column for are dropped.
+        """See `PageTable.compact`; slots that `keep` has no column for are dropped.
 
         Raises:
             ValueError: See `checks.movable`.
@@ -354,7 +357,7 @@ class DeviceTable(PageTable):
         pool.others = others
 
     def unshare(self, slots: list[tuple[int, Tensor, Tensor]]) -> None:
-        """As `PageTable.unshare`, for slots of different pages."""
+        """See `PageTable.unshare`, for slots of different pages."""
         for tier, lists, slot in slots:
             index = slot.clamp(min=0) // self.tokens_per_page[tier]
             self._unshare(lists, tier, index[:, None], (slot >= 0)[:, None])

@@ -50,8 +50,10 @@ def scaled_query(planes, SIDE: tl.constexpr):
 
 @triton.jit
 def _live_runs(t, held, T: tl.constexpr):
-    """Slots of whole runs that begin before `held`: a mask that may change from slot to slot makes every load a single
-    byte."""
+    """Mask of whole runs of slots that begin before `held`.
+
+    A mask that may change from slot to slot makes every load a single byte.
+    """
     RUN: tl.constexpr = 16 if T % 16 == 0 else 8
     return ((t // RUN) * RUN < held) & (t < T)
 
@@ -78,7 +80,7 @@ def _key_scales(
 def key_metadata(base, start, held, D: tl.constexpr, T: tl.constexpr, BT: tl.constexpr, SIDE: tl.constexpr):
     """Scales and zeros of a block's keys, (scale, zero) plane after plane, or of the block where a slot has one scale.
 
-    They are loaded before the block's first product: 2 bytes each cannot be loaded ahead by the pipeline, and behind a
+    They are loaded before the block's first product: 2 bytes each cannot be loaded ahead by the pipeline, and after a
     product's barriers each would be waited for by itself.
     """
     t, w = start + tl.arange(0, BT), tl.arange(0, SIDE.WP)
@@ -128,8 +130,9 @@ def key_logits(
     q, q_sum, base, start, held, meta, D: tl.constexpr, T: tl.constexpr, BT: tl.constexpr, OP: tl.constexpr,
     SIDE: tl.constexpr,
 ):  # fmt: skip
-    """k . q for BT slots of a page from `start` on, fp32 [BT, GP], the scales of single slots folded in after the
-    product; `meta` as `key_metadata` loads it. The logits of slots from `held` on are anything.
+    """Products k . q for BT slots of a page from `start` on, fp32 [BT, GP], with slot scales folded in.
+
+    `meta` is as loaded by `key_metadata`. The logits of slots from `held` on are arbitrary.
     """
     t = start + tl.arange(0, BT)
     w = tl.arange(0, SIDE.WP)
@@ -197,8 +200,10 @@ def key_angles(
     angles, frequencies, seen, seq, held, token, live, angle_row, HALF: tl.constexpr, HP: tl.constexpr,
     TURN: tl.constexpr,
 ):  # fmt: skip
-    """The angles of the given slots' keys, fp32 [BT, HP]: as they are given (TURN = 1), by their ages, seen from the
-    newest of the list's `held` tokens (2), or by their own numbers (3)."""
+    """Angles of the slots' keys, fp32 [BT, HP], by TURN.
+
+    Stored (1), by age, relative to the newest of the list's `held` tokens (2), or by slot number (3).
+    """
     h = tl.arange(0, HP)
     mask = h < HALF
     if TURN == 1:
@@ -220,7 +225,7 @@ def rotated_logits(
     """R(angle) k . q for the live slots of a page, fp32 [BT, GP]; channel i turns with channel i + HALF.
 
     Keys are dequantised before the product, since a rotation mixes channels whose scales differ. All in fp32: rotated
-    values are no codes, and what a 16-bit operand would cut off is what tells positions apart.
+    values are no codes, and a 16-bit operand would round away the difference of neighbouring positions.
     """
     g, h = tl.arange(0, GP), tl.arange(0, HP)
     rotated, mask = h < HALF, (h < HALF)[:, None] & (g < G)[None, :]
@@ -310,7 +315,7 @@ def ring_logits(
     q, ring, start, token, live, GP: tl.constexpr, BT: tl.constexpr, OP: tl.constexpr, LENGTH: tl.constexpr,
     D: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """k . q for tokens in a residual buffer, fp32 [BT, GP]."""
+    """Products k . q for tokens in a residual buffer, fp32 [BT, GP]."""
     dots = tl.zeros([BT, GP], tl.float32)
     P: tl.constexpr = SIDE.P
     for plane in tl.static_range(P):

@@ -28,15 +28,14 @@ class DecodeOperations(PageOperations):
         group: Reduce | None = None,
         softmax: Softmax = PLAIN,
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Attention of one query token per sequence over all tiers and the residual buffer, exact softmax over all of
-        them.
+        """Attention of one query token per sequence over all tiers and the residual buffer, under one exact softmax.
 
         Args:
             q: [S, Hq, D], any float dtype.
             tiers: One to four tiers; with a ring, only tier 0.
             ring: Residual buffer or None.
             power: Probabilities are raised to this power (1 or 2) before the group is reduced.
-            group: How to reduce the query heads of a KV head into scores; None = no scores.
+            group: Reduction of the query heads of a KV head into scores; None = no scores.
             softmax: Caps and sinks of the layer.
 
         Returns:
@@ -90,8 +89,7 @@ class DecodeOperations(PageOperations):
     def choose_pages(
         self, q: Tensor, pages: Tensor, tier: TierPages, count: Tensor, width: int, group: Reduce
     ) -> TierPages:
-        """The pages of each list that can hold the largest logits, in slot order; the newest page is always one of
-        them.
+        """Pages of each list that can hold the largest logits, in slot order; always includes the newest page.
 
         A page's bound for a query is the sum over channels of max(q * low, q * high), which no logit in it exceeds.
 
@@ -100,7 +98,7 @@ class DecodeOperations(PageOperations):
             tier: All pages of each list, with bounds.
             count: int64 [S] pages to choose per list, >= 1; fewer where a list has fewer.
             width: The largest of `count`, as a number.
-            group: How the bounds of the query heads of a KV head are reduced.
+            group: Reduction of the bounds of the query heads of a KV head.
 
         Returns:
             The tier with only the chosen pages: ids [S, H, min(width, m)], and the slots that they hold.
@@ -155,8 +153,7 @@ def rotate(x: Tensor, angle: Tensor, dim: int = -1) -> Tensor:
 
 
 def _of_channels(tier: TierPages, keys: Tensor) -> Tensor:
-    """Keys [S, H, m, D, T] with the scales of their channels and what they were stored less, where those lie beside the
-    pages."""
+    """Keys [S, H, m, D, T] with per-channel scales and offsets applied, where those lie outside the pages."""
     if tier.channels is not None:
         scale, zero = (x[:, None, :, None] for x in (tier.channels.scale, tier.channels.zero))
         keys = keys * scale + zero
@@ -174,8 +171,10 @@ def _ring_ordinals(num_tokens: Tensor, start: Tensor, length: int) -> tuple[Tens
 def _ring_output(
     p_pages: Tensor, p_ring: Tensor, v_pages: Tensor, ring: Ring, tier: TierPages, k_ordinal: Tensor, k_live: Tensor
 ) -> Tensor:
-    """Weighted values when keys and values leave the buffer at different times: probabilities are first put in token
-    order."""
+    """Weighted values when keys and values leave the buffer at different times.
+
+    Probabilities are first put in token order.
+    """
     width = max(p_pages.shape[-1], int(ring.num_tokens.max()))
     by_token = F.pad(p_pages, (0, width - p_pages.shape[-1]))
     index = k_ordinal.clamp(min=0)[:, :, None].expand_as(p_ring)
@@ -188,8 +187,10 @@ def _ring_output(
 
 
 def page_bounds(q: Tensor, pages: Tensor, tier: TierPages, group: Reduce) -> Tensor:
-    """Upper bound of the logits in a page, over the query heads (q [S, Hq, D]) of a group, fp32 [S, H, m]; any number
-    past a list's end."""
+    """Upper bound of the logits in a page, fp32 [S, H, m], over the query heads (q [S, Hq, D]) of a group.
+
+    Arbitrary past a list's end.
+    """
     num_seq, num_heads = tier.ids.shape[:2]
     q = q.float().view(num_seq, num_heads, -1, q.shape[-1])
     low, high = (region(pages, tier.fmt, name)[tier.ids].float().transpose(2, 3) for name in ("k_low", "k_high"))

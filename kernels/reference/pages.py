@@ -33,7 +33,7 @@ R = TypeVar("R")
 def in_plain_torch(operation: Callable[Concatenate[Of, P], R]) -> Callable[Concatenate[Of, P], R]:
     """Marks an operation for which faster backends have kernels: done in their place, it notes itself in `fallbacks`.
 
-    Operations without the mark are what every backend wants: views, indexing of the tracked fields, torch's own
+    Operations without the mark suit every backend: views, indexing of the tracked fields, torch's own
     attention of a prompt, and the reduction of scores.
     """
 
@@ -237,8 +237,10 @@ def _numbers(raw: Tensor, code: Code | None, name: str) -> Tensor:
 
 @dataclass
 class _Side:
-    """Encoded vectors: bytes or elements [M, W]; scales and zeros [M, groups] where their code has them; and where the
-    rest of some elements is kept apart which these are, and the rest, [M, n]."""
+    """Encoded vectors: bytes or elements [M, W], and scales and zeros [M, groups] if the code has them.
+
+    With outliers, also their indices and their remainders, [M, n].
+    """
 
     codes: Tensor
     scale: Tensor | None = None
@@ -271,8 +273,10 @@ _Meta = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 def _decode_keys(fmt: PageFormat, codes: Tensor, meta: _Meta) -> Tensor:
-    """fp32 keys [X, D, n] from codes [X, W, n] and per-token metadata [X, groups, n] (or per-channel [X, n / group,
-    D]), None where the code has none."""
+    """Keys fp32 [X, D, n] from codes [X, W, n] and metadata, None if the code has none.
+
+    Metadata is per token, [X, groups, n], or per channel, [X, n / group, D].
+    """
     form, (scale, zero, *apart) = fmt.slot, meta
     if form.keys is None:
         return F.pad(codes.float(), (0, 0, 0, form.head_dim - form.key_channels))
@@ -288,7 +292,7 @@ def _decode_keys(fmt: PageFormat, codes: Tensor, meta: _Meta) -> Tensor:
 
 
 def _decode_values(fmt: PageFormat, codes: Tensor, meta: _Meta) -> Tensor:
-    """fp32 values [X, n, D] from codes [X, n, W] and metadata [X, groups, n], absent as in `_decode_keys`."""
+    """Values fp32 [X, n, D] from codes [X, n, W] and metadata [X, groups, n], absent as in `_decode_keys`."""
     form = fmt.slot
     if form.values is None:
         return codes.float()
@@ -316,8 +320,10 @@ def _metadata(pages: Tensor, fmt: PageFormat, side: str, page: Tensor, slot: Ten
 
 
 def read_pages(pages: Tensor, fmt: PageFormat, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Dequantises whole pages, int64 [X] page ids: keys fp32 [X, D, T] (transposed, as they lie in the page) and values
-    fp32 [X, T, D]. Slots never written hold anything, also NaN."""
+    """Dequantises whole pages, int64 [X] page ids: keys fp32 [X, D, T] and values fp32 [X, T, D].
+
+    Keys are transposed, as in the page. Slots never written are arbitrary, NaN included.
+    """
     keys = _decode_keys(fmt, region(pages, fmt, "k_codes")[ids], _metadata(pages, fmt, "k", ids))
     if fmt.slot.keys_only:
         return keys, keys.transpose(1, 2)

@@ -25,7 +25,7 @@ class PromptOperations(Operations):
 
         Args:
             q: [Hq, N, D], the model's dtype.
-            k, v: [H, N, D], likewise.
+            k, v: [H, N, D], post-RoPE.
             softmax: Caps and sinks of the layer.
 
         Returns:
@@ -34,7 +34,7 @@ class PromptOperations(Operations):
         checks.prompt(q, k, v, softmax)
         if not softmax.is_plain:
             return self._prefill_with_sinks(q, k, v, scale, softmax)[0]
-        if q.device.type != "cpu" and not has_flash(q):  # torch's other fused kernel knows no groups of query heads
+        if q.device.type != "cpu" and not has_flash(q):  # torch's other fused kernel supports no groups of query heads
             k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
         grouped = len(k) != len(q)
         return F.scaled_dot_product_attention(
@@ -44,8 +44,10 @@ class PromptOperations(Operations):
     def prefill_attention_with_lse(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, softmax: Softmax = PLAIN
     ) -> tuple[Tensor, Tensor | None]:
-        """As `prefill_attention`, with the log-sum-exp of every query's logits and sink, fp32 [Hq, N]; None where
-        `takes_lse` is not set, or no kernel gives it for these tensors."""
+        """`prefill_attention` with the log-sum-exp of every query's logits and sink, fp32 [Hq, N].
+
+        The log-sum-exp is None where `takes_lse` is not set, or no kernel returns it for these tensors.
+        """
         if not self.takes_lse:
             return self.prefill_attention(q, k, v, scale, softmax), None
         if not softmax.is_plain:
@@ -56,8 +58,10 @@ class PromptOperations(Operations):
     def _prefill_with_sinks(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, softmax: Softmax
     ) -> tuple[Tensor, Tensor | None]:
-        """`prefill_attention_with_lse` of a softmax that is not plain: sinks join the log-sum-exp of a fused kernel,
-        and anything else is a chunk behind nothing."""
+        """`prefill_attention_with_lse` for a softmax with sinks or a cap.
+
+        Sinks are added to the log-sum-exp of a fused kernel; other cases run as a chunk with an empty past.
+        """
         output = None if softmax.cap else attention_with_lse(q, k, v, scale)
         if output is not None:
             return softmax.with_sinks(*output)
@@ -122,15 +126,16 @@ class PromptOperations(Operations):
         lse: Tensor | None = None,
         softmax: Softmax = PLAIN,
     ) -> Tensor:
-        """Attention that each key of a prompt receives from each query head, reduced over queries, in O(N) memory: the
-        step of `prompt_scores` and `prompt_low_counts` that backends speed up.
+        """Attention that each key of a prompt receives from each query head, reduced over queries, in O(N) memory.
+
+        Backends accelerate this step of `prompt_scores` and `prompt_low_counts`.
 
         `out[h, j] = sum over counted queries i >= j + skip_near of softmax_j(scale * q_i k_j)^power`, the softmax over
         keys 0..i.
 
         Args:
             q: [Hq, N, D]; k: [H, N, D].
-            columns: Which queries count, and as what.
+            columns: Queries that count, and their form.
             lse, softmax: As for `prompt_scores`.
 
         Returns:
@@ -184,8 +189,8 @@ class PromptOperations(Operations):
         Args:
             q: [Hq, N, D].
             k: [H, N, D].
-            columns: Which queries count for a key, and as what.
-            reduction: How these sums become the score of a KV head.
+            columns: Queries that count for a key, and their form.
+            reduction: Reduction of these sums to the score of a KV head.
             lse: fp32 [Hq, N] the log-sum-exp of every query's logits and sink, which saves a pass where `takes_lse`.
             softmax: Caps and sinks of the layer.
 
@@ -206,14 +211,13 @@ class PromptOperations(Operations):
         group: Reduce,
         softmax: Softmax = PLAIN,
     ) -> Tensor:
-        """Minus the number of counted queries that attend to a prompt key with less than 1 / (keys they see), per KV
-        head.
+        """Minus the number of counted queries whose weight on a prompt key is below 1 / (keys they see), per KV head.
 
         Args:
             q: [Hq, N, D].
             k: [H, N, D].
             queries, skip_near: As in `ColumnSums`.
-            group: How the query heads of a KV head are reduced.
+            group: Reduction of the query heads of a KV head.
             softmax: Caps and sinks of the layer.
 
         Returns:
@@ -232,8 +236,11 @@ def has_flash(q: Tensor) -> bool:
 
 
 def attention_with_lse(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
-    """A prompt's attention (arguments as of `Backend.prefill_attention`) with the log-sum-exp of every query's logits,
-    fp32 [Hq, N], by the kernels that `scaled_dot_product_attention` takes where it can; None where torch has none."""
+    """Attention of a prompt with the log-sum-exp of every query's logits, fp32 [Hq, N]; None where torch has no kernel.
+
+    Arguments are those of `Backend.prefill_attention`; the kernels are those of `scaled_dot_product_attention`, where
+    applicable.
+    """
     checks.prompt(q, k, v)
     prompt = q[None], k[None], v[None]
     if q.device.type == "cpu":
@@ -246,8 +253,9 @@ def attention_with_lse(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[T
 
 
 def attention_behind(q: Tensor, k: Tensor, v: Tensor, past_k: Tensor, past_v: Tensor, scale: float) -> Tensor | None:
-    """As `Backend.chunk_attention` behind a history that is live as a whole, by torch's flash attention for GPUs, [Hq,
-    n, D] in the dtype of `q`; None where it does not take them.
+    """`Backend.chunk_attention` after a fully live history, by torch's flash attention for GPUs.
+
+    Returns [Hq, n, D] in the dtype of `q`, or None where that kernel does not support the tensors.
 
     Its causal mask is that of the last queries, as `torch.nn.attention.bias.causal_lower_right` relies on; for AMD's
     that is not said.
@@ -260,16 +268,20 @@ def attention_behind(q: Tensor, k: Tensor, v: Tensor, past_k: Tensor, past_v: Te
 
 
 def reduce_columns(prob: Tensor, counts: Tensor, reduce: Reduce) -> Tensor:
-    """Reduces probabilities fp32 [..., w, n], 0 where a query does not count for a key, over the queries; `counts`:
-    bool, broadcastable, which of them do."""
+    """Reduces probabilities fp32 [..., w, n], 0 where a query does not count for a key, over the queries.
+
+    `counts` is a broadcastable bool mask of the queries that count.
+    """
     if reduce == "max":
         return prob.amax(-2)
     return prob.sum(-2) / (counts.sum(-2).clamp(min=1) if reduce == "mean" else 1)
 
 
 def pool_scores(score: Tensor, kind: Literal["avg", "max"], kernel: int) -> Tensor:
-    """Centred pooling along the last axis, stride 1; `avg` counts padding as zeros, `max` ignores it. Any leading
-    shape."""
+    """Centred pooling along the last axis, stride 1, for any leading shape.
+
+    `avg` counts padding as zeros, `max` ignores it.
+    """
     rows = score.reshape(-1, 1, score.shape[-1])
     op = F.avg_pool1d if kind == "avg" else F.max_pool1d
     return op(rows, kernel, stride=1, padding=kernel // 2).view(score.shape)

@@ -55,8 +55,10 @@ def quantize(
 
 
 def dequantize(codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int, *, symmetric: bool = False) -> Tensor:
-    """Inverse of `quantize` in fp32, with the stored fp16 scale and zero (broadcast against `codes`); symmetric codes
-    need no zero."""
+    """Inverse of `quantize` in fp32, with stored fp16 scale and zero (broadcast against `codes`).
+
+    Symmetric codes need no zero.
+    """
     values = codes.float()
     if symmetric:
         return (values - 2 ** (bits - 1)) * scale.float()
@@ -67,7 +69,8 @@ def dequantize(codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int, *, 
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Packs codes along the last axis, planar: byte w holds elements w, w + W, w + 2W, ... from the low bits up.
 
-    Codes of 3 bits are packed as their two lower bits, and behind those the third; codes of 5 bits likewise, 4 and 1.
+    Codes of 3 bits are packed as their two lower bits, and after those the third; codes of 5 bits as their 4 lower
+    bits and the fifth.
 
     Args:
         codes: uint8 [..., n], values < 2^bits, n a multiple of 8 / bits (of 8 for 3 and 5 bits).
@@ -102,7 +105,7 @@ def to_fp8(x: Tensor) -> Tensor:
 
 
 def from_fp8(raw: Tensor) -> Tensor:
-    """fp32 values of e4m3 bytes."""
+    """Decode e4m3 bytes to fp32."""
     return raw.view(torch.float8_e4m3fn).float()
 
 
@@ -176,8 +179,10 @@ def _encode_table(x: Tensor, scale: Tensor, code: Code) -> tuple[Tensor, Tensor]
 
 
 def _encode_up(x: Tensor, code: Code) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Codes as llama.cpp and vLLM round them: times the reciprocal of the fp32 scale, halves up. Of a scale that is not
-    finite, all codes are 0."""
+    """Codes rounded as in llama.cpp and vLLM: times the reciprocal of the fp32 scale, halves up.
+
+    A scale that is not finite gives codes 0.
+    """
     low, top = torch.zeros_like(x[..., :1]), 2**code.bits - 1
     if code.zero:
         low = x.amin(-1, keepdim=True) + 0.0
@@ -226,13 +231,15 @@ def decode(codes: Tensor, scale: Tensor | None, zero: Tensor | None, code: Code)
 
 
 def encode_apart(x: Tensor, code: Code, count: int) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor]:
-    """As `encode` with a calibrated table, and what some elements have beyond their codes: with a scale the largest
-    ones, which it does not span then, else those that their codes miss by most.
+    """`encode` with a calibrated table, and the remainders of some elements.
+
+    With a scale these are the largest elements, which the scale then does not span; else those with the largest coding
+    errors.
 
     Args:
         x: [..., n].
         code: `book` or `book_channels`.
-        count: How many elements of a vector; where several are alike, the first ones.
+        count: Number of elements of a vector; where several are alike, the first ones.
 
     Returns:
         codes, scale and zero; which elements, uint8 [..., count]; what they have beyond their codes, fp16 [..., count].
@@ -250,8 +257,10 @@ def encode_apart(x: Tensor, code: Code, count: int) -> tuple[Tensor, Tensor | No
 
 
 def _encode_levels(x: Tensor, code: Code, apart: Tensor | None = None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Codes of a calibrated table, with fp16 scale and zero [..., 1] where it has them: those that are stored are those
-    that numbers are coded with. Elements `apart` (int64 [..., count]) do not count for them."""
+    """Codes of a calibrated table, with fp16 scale and zero [..., 1] where it has them.
+
+    Numbers are coded with the stored, rounded scale and zero. Elements `apart` (int64 [..., count]) do not enter them.
+    """
     scale = zero = None
     if code.scale != "none":
         low, high = (x if apart is None else x.scatter(-1, apart, end) for end in (math.inf, -math.inf))
@@ -299,7 +308,7 @@ def store_scale(largest: Tensor, code: Code) -> Tensor:
 
 
 def load_scale(scale: Tensor, code: Code) -> Tensor:
-    """fp32 factors of levels, from stored scales."""
+    """Factors fp32 of levels, from stored scales."""
     if code.scale == "fp16":
         return scale.float()
     if code.scale == "e4m3":

@@ -12,8 +12,10 @@ WINDOW_ROWS = 256  # queries whose keys are looked at together
 
 
 class WindowOperations(Operations):
-    """Operations of a prompt on layers with a window; `Backend` has the legend. Masks are as large as the product of a
-    block of queries and what their windows hold, never of the prompt and itself."""
+    """Prompt operations on layers with a window; see `Backend` for the shapes.
+
+    Masks have the size of a block of queries times its windows, never of the prompt squared.
+    """
 
     def window_attention(
         self,
@@ -34,7 +36,7 @@ class WindowOperations(Operations):
             history: Keys and values [H, M, D] of tokens before them, and int64 [H, M] their positions, -1 where there
                 is none; None = nothing comes before.
             first: Position of the first of the tokens.
-            window: How far each looks back.
+            window: Attention window of each query.
             softmax: Caps and sinks of the layer.
 
         Returns:

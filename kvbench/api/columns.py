@@ -30,8 +30,10 @@ class Columns:
         return kept
 
     def of_turn(self, tokens: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:
-        """Mask of the tokens of a turn or step (int64 [B, n]) that are not padding, bool [B, n]; covers these columns
-        or all."""
+        """Mask bool [B, n] of the tokens of a turn or step (int64 [B, n]) that are not padding.
+
+        `mask` covers these columns or all.
+        """
         assert self._kept is not None, "a prompt was read"
         kept, width = torch.ones_like(tokens, dtype=torch.bool), tokens.shape[1]
         if mask is not None:
@@ -58,8 +60,10 @@ class Columns:
         return kept
 
     def check_conversation(self, prompt: Tensor | None) -> int:
-        """Columns of a conversation (int64 [B, N]) that are new; raises ValueError unless it begins with those that
-        were read, and has more."""
+        """New columns of a conversation (int64 [B, N]).
+
+        Raises ValueError unless it begins with the columns that were read, and has more.
+        """
         assert self._tokens is not None, "a prompt was read"
         read, seen, shape = self._tokens, len(self), None if prompt is None else tuple(prompt.shape)
         if prompt is None or prompt.ndim != 2 or len(prompt) != len(read) or prompt.shape[1] <= seen:
@@ -101,9 +105,11 @@ def _kept(tokens: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _check_positions(positions: Tensor | None, kept: Tensor, before: Tensor, columns: int) -> None:
-    """Raise ValueError unless positions [..., B or 1, n] are those of the text behind so many tokens (int64 [B, 1])
-    and columns: counted without padding, as generate does, or by column, as a model does that gets none. Those of
-    padding may be any."""
+    """Raises ValueError unless positions [..., B or 1, n] are those of the new columns.
+
+    They come after so many tokens (int64 [B, 1]) and columns: counted without padding, as by generate, or by column, as
+    by a model that is passed none. Positions of padding may be any.
+    """
     if positions is None:
         return
     counted = before + kept.long().cumsum(1) - 1

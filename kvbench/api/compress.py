@@ -1,7 +1,7 @@
 """transformers' own `generate` over a compressed cache.
 
 Inside `compress`, the model's `forward` is redirected to a `Runner`: a prompt of a batch is read row by row without its
-padding, each later token is one step for all rows, and a later turn of a conversation is read behind what a row holds,
+padding, each later token is one step for all rows, and a later turn of a conversation is read after what a row holds,
 as the engine does it. Only the object is changed, never its class, and the change ends with the block.
 """
 
@@ -58,7 +58,7 @@ class CompressedCache(_Cache):
         self._rows: list[int] = []
         self._columns = Columns()
         self._batch = BatchCache(self, 0, None)  # of the last prompts
-        self._lock = threading.RLock()  # a pass is whole: other threads come before it or behind it
+        self._lock = threading.RLock()  # a pass is whole: other threads come before it or after it
         self._left = 0  # tokens that each row still has room for
         self._last: list[dict[str, int]] = []  # the ledgers of rows that are closed
 
@@ -66,7 +66,7 @@ class CompressedCache(_Cache):
         """Bytes of the cache, item by item; after the block, those at its end.
 
         Args:
-            row: Of one row of the batch; None for the sum over all.
+            row: Row of the batch; None for the sum over all.
 
         Returns:
             The items of the ledger, `resident_bytes` (their sum), and `fp16_bytes`: an FP16 full cache of the same
@@ -141,8 +141,10 @@ class CompressedCache(_Cache):
         return torch.stack(logits)
 
     def _go_on(self, tokens: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:
-        """Read more of every row (int64 [B, n]): a step of one token, or the next turn of a conversation, which may
-        have padding in front; logits [B, vocabulary] after it."""
+        """Reads more of every row (int64 [B, n]); returns logits [B, vocabulary] after it.
+
+        A step of one token, or the next turn of a conversation, which may have padding in front.
+        """
         width = tokens.shape[1]
         if len(tokens) != len(self._rows):
             raise ArgumentValue(
@@ -166,9 +168,11 @@ class CompressedCache(_Cache):
     def _expect(
         self, arguments: dict[str, Any], prompt: Tensor | None, most: int | None, returned: bool
     ) -> "BatchCache":
-        """The cache with which `generate` reads a prompt (int64 [B, N]) and adds `most` tokens (None = not set;
-        the last one is not read): a new one, or where it is given one that holds rows, that one; raises ValueError
-        unless the next turn fits behind these."""
+        """Cache with which `generate` reads a prompt (int64 [B, N]) and adds `most` tokens.
+
+        None = not set; the last token is not read. A new cache, or the one passed if it holds rows: then ValueError is
+        raised unless the next turn fits.
+        """
         if (held := _taken(arguments, self)) is not None:
             self._check_room(self._columns.check_conversation(prompt) + (most or 1) - 1)
             return held
@@ -216,8 +220,8 @@ class BatchCache(_Cache):
 
     Args:
         cache: That of the block.
-        number: Of the batch in the block, from 1 on.
-        new_tokens: Most tokens that are read behind a prompt; None = all that the context has room for.
+        number: Number of the batch in the block, from 1 on.
+        new_tokens: Most tokens that are read after a prompt; None = all that the context has room for.
 
     Attributes:
         is_read: The prompts were read; False until `generate` reads them.
@@ -292,17 +296,17 @@ def compress(
         model: A causal language model with full attention in some of its layers, under any attention implementation.
         method: Name in conf/method, or a policy.
         backend: `auto` or the name of a backend.
-        room_tokens: Most tokens that come behind a prompt, those of later turns included, >= 1; None = max_new_tokens,
+        room_tokens: Most tokens that come after a prompt, those of later turns included, >= 1; None = max_new_tokens,
             and where `generate` is handed the cache or returns it, all that the model's context has room for.
         **settings: Of the method, for example `bits=2`.
 
     Returns:
-        What `with` takes; in its block, the cache, whose `bytes()` say what it holds.
+        A context manager; in its block, the cache, with its memory as `bytes()`.
 
     Raises:
         ValueError: In the block or as it begins: a setting is unknown or out of range, the model cannot be held in the
-            store (`UnsupportedModel`), it is compressed already, or `generate` is asked for what a compressed cache
-            cannot do.
+            store (`UnsupportedModel`), it is compressed already, or `generate` gets arguments that a compressed cache
+            cannot support.
     """
     if room_tokens is not None:
         check_whole("room_tokens", room_tokens, 1, ", or None")
@@ -388,8 +392,10 @@ def _arguments(
 
 
 def _taken(arguments: dict[str, Any], cache: CompressedCache) -> BatchCache | None:
-    """Cache of prompts among the arguments of a call: itself or the block's, which is that of the last prompts; None
-    without one, or where the block's holds nothing. Any other cache is refused, under each of its names."""
+    """Cache of prompts among the arguments of a call: this one or the block's last one.
+
+    None without one, or where the block's is empty. Any other cache is refused, under each of its names.
+    """
     batch = None
     for name in hf.CACHE_NAMES:
         value = arguments.get(name)

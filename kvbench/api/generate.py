@@ -97,7 +97,7 @@ def generate(
         temperature: 0 takes the most likely token; > 0 samples.
         top_p: Share of the probability that sampling draws from, in (0, 1].
         stop: An answer ends before the first of these.
-        seed: Of sampling; each text has random numbers of its own.
+        seed: Seed of sampling; each text has separate random numbers.
         add_special_tokens: Let the tokenizer put its own before a text.
         backend: `auto` or the name of a backend.
         **settings: Of the method, for example `budget=0.25`.

@@ -8,8 +8,8 @@ from kvbench.errors import ArgumentValue
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Requests of `generate` that need more of a cache than rows that grow at their end: the values that ask for nothing,
-# and what asks for more.
+# Requests of `generate` that need more of a cache than rows that grow at their end: values that need nothing, and the
+# argument's purpose otherwise.
 REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "num_beams": ((None, 1), "beam search"),
     "constraints": ((None,), "constrained beam search"),

@@ -177,7 +177,7 @@ def run(
         model: Name in conf/model, a folder or a hub id; or a model that is loaded already, with its tokenizer.
         protocol: Name in conf/protocol.
         limit: Samples per subset, or `first:n`; None for all.
-        results_dir: Where runs land.
+        results_dir: Folder of the runs.
         resume: False starts this run again from nothing.
         config_dir: A folder with `method/NAME.yaml` of one's own, as `--config-dir` takes it.
         settings: Any other settings by the names of the command line, such as `{"task.subsets": ["trec"],
@@ -225,8 +225,9 @@ def _run(
     model: Mapping[str, Any] | None = None,
     loaders: Loaders | None = None,
 ) -> list[Result]:
-    """Run calls with the arguments of `run`, in cross-run batches where possible; raises the error of the first that
-    failed, once all have ended.
+    """Runs calls with the arguments of `run`, in cross-run batches where possible.
+
+    Raises the error of the first that failed, once all have ended.
 
     Args:
         policy: Instead of the method of each.
@@ -297,8 +298,9 @@ def _words(
 
 
 def sweep(method: str | Sequence[str] = "diffkv", **choices: Any) -> Results:
-    """Run every combination of settings, as `-m` does on the command line: a prompt is read once for all methods, and
-    a method's setting goes to the methods that have it.
+    """Runs every combination of settings, as `-m` does on the command line.
+
+    A prompt is read once for all methods, and a method's setting goes to the methods that have it.
 
     Args:
         method: Name, or names.

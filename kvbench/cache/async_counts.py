@@ -1,4 +1,4 @@
-"""Counts of a device that the host learns later, so that a decode step never waits for the device."""
+"""Counts that a device sends to the host asynchronously, so that a decode step never synchronises."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -27,10 +27,10 @@ def one_row(row: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Padding:
-    """Device tensors that tell live rows from padding rows.
+    """Device tensors that mark live rows and padding rows.
 
     Args:
-        live: int64 [S], 1 for a row and 0 behind the last one.
+        live: int64 [S], 1 for a row and 0 after the last one.
         seen: int64 [S] rows whose numbers a step looks at: what pads looks like the first row, so that it breaks no
             rule of a plan.
     """
@@ -41,10 +41,13 @@ class Padding:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Rows of a cache: int64 [S] on the device that holds them, and their numbers on the host; of captured steps a
-    list, which a replay for other rows changes in place. Empty = unknown on the host, so that the lengths of lists are
-    read from the device. A captured step has one size for several numbers of rows: with a `padding`, S may exceed them,
-    and the store's spare row stands behind them, which takes no slot and is reported to no receiver."""
+    """Rows of a cache: int64 [S] on its device, and their numbers on the host.
+
+    Captured steps have a list of numbers, which a replay for other rows changes in place. Empty = unknown on the host,
+    so that list lengths are read from the device. A captured step has one size for several numbers of rows: with a
+    `padding`, S may exceed them, and the missing ones are the store's spare row, which takes no slot and is reported to
+    no receiver.
+    """
 
     tensor: Tensor
     numbers: Sequence[int] = ()
@@ -63,7 +66,7 @@ class Rows:
 
     @property
     def looked_at(self) -> "Rows":
-        """As a policy's view shows them."""
+        """Counts in a policy's view."""
         return self if self.padding is None else Rows(self.padding.seen, self.numbers)
 
     def take(self, others: "Rows") -> None:
@@ -84,8 +87,10 @@ class Rows:
 
 @dataclass
 class ReplayLog:
-    """Numbers that each replay of a captured step sends to the host: how many each receiver takes, and the tensor that
-    holds all of them after a replay."""
+    """Numbers that each replay of a captured step sends to the host.
+
+    The count that each receiver takes, and the tensor that holds all of them after a replay.
+    """
 
     posts: list[tuple[int, Callable[[], Receiver]]] = field(default_factory=list)
     numbers: Tensor | None = None
@@ -107,8 +112,11 @@ class AsyncCounts:
         self._sent: list[tuple[Tensor, list[tuple[int, Receiver]], torch.cuda.Event | None]] = []
 
     def post(self, numbers: Tensor, bind: Callable[[], Receiver]) -> None:
-        """Hands whole numbers (any shape and integer or bool type) to a receiver, now or later. `bind` makes the
-        receiver with the host's state at that step: it is called here, and again in every replay of a captured step."""
+        """Hands integers (any shape and integer or bool type) to a receiver, now or later.
+
+        `bind` makes the receiver from the host's state at that step: it is called here, and again in every replay of a
+        captured step.
+        """
         if not self.is_late:
             bind()(numbers.flatten().tolist())
             return
@@ -144,8 +152,7 @@ class AsyncCounts:
         self._sent.append((there, receivers, arrived))
 
     def collect(self, leave: int = 0) -> None:
-        """Hands over what was sent, except the `leave` steps sent last; all of it, and only then raises the first
-        receiver's exception."""
+        """Delivers everything sent, except the last `leave` steps, then raises the first receiver's exception."""
         end = len(self._sent) - leave
         if end <= 0:
             return

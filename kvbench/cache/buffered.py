@@ -67,8 +67,10 @@ class ResidualBuffer:
         return size, 1 if self.spec.v_flush == "oldest" else size
 
     def of_layer(self, rows: Tensor, layer: int, numbers: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
-        """Key and value rings [S, H, R, D] of one layer; views, not copies, when `rows`, whose host `numbers` are
-        these, follow one another."""
+        """Key and value rings [S, H, R, D] of one layer.
+
+        Views, not copies, when `rows`, whose host `numbers` are passed, are consecutive.
+        """
         numbers = rows.tolist() if numbers is None else list(numbers)
         if numbers and numbers == list(range(numbers[0], numbers[0] + len(numbers))):
             chosen = slice(numbers[0], numbers[0] + len(numbers))
@@ -76,8 +78,10 @@ class ResidualBuffer:
         return self.k[rows, layer], self.v[rows, layer]
 
     def split_prompt(self, count: Count) -> tuple[Count, Count]:
-        """The number of a prompt's `count` kept tokens (or of several, int64 [..]) go to the pages at once: keys,
-        values."""
+        """Number of a prompt's `count` kept tokens that go to the pages at once: keys, values.
+
+        `count` may be int64 [..] for several prompts.
+        """
         size = self.spec.num_tokens
         if self.spec.hold_prompt:
             whole = count - count % size
@@ -86,9 +90,10 @@ class ResidualBuffer:
         return whole, whole
 
     def paged_after(self, count: int, new: int) -> tuple[int, int]:
-        """Slots in pages of a list that kept `count` tokens of a prompt and took `new` more: exactly, and the most that
-        a list which kept fewer can have for each token that it kept."""
+        """Slots in pages of a list that kept `count` tokens of a prompt and took `new` more, and their upper bound.
 
+        The bound, per kept token, is that of a list which kept fewer.
+        """
         period = self.spec.num_tokens if self.spec.hold_prompt else self.group_tokens
         prompt = torch.cat([torch.tensor([count]), torch.arange(period)])
         keys, values = self.split_prompt(prompt)
@@ -99,8 +104,10 @@ class ResidualBuffer:
         return int(keys[0]), count + int((keys - prompt)[1:].max())
 
     def after_append(self, lists: Tensor, new: Tensor | int = 1) -> tuple[Tensor, Tensor]:
-        """The counts (keys, values in pages) once each of these lists has taken one more token, or as many as `new`
-        int64 [M] says, 0 or 1; int64 [M]."""
+        """Counts (keys, values in pages) after each of these lists took `new` more tokens; int64 [M].
+
+        `new` is 1, or int64 [M] of 0 and 1.
+        """
         total = self.num_tokens[lists].long() + new
         held_k, held_v = self.num_k[lists].long(), self.num_v[lists].long()
         size = self.spec.num_tokens
@@ -127,8 +134,7 @@ class ResidualBuffer:
 
 
 class Buffered(Paged):
-    """Holds the newest tokens of every list in a ring and the others in the pages of its one tier; the policy does not
-    act while decoding."""
+    """Holds the newest tokens of every list in a ring and the others in pages of one tier; no action while decoding."""
 
     def __init__(
         self,
@@ -227,8 +233,10 @@ class Buffered(Paged):
         self.pages.put(tier, page, slot, v=prompt.v[head[paged], token[paged]])
 
     def _write_all(self, prompt: PromptLayer, tier: int, kept: Kept) -> None:
-        """Writes a prompt of which all tokens are kept: heads are alike, and targets are slices known on the host.
-        Masks would be waited for."""
+        """Writes a prompt of which all tokens are kept.
+
+        All heads are alike, so that targets are slices known on the host; masks would synchronise.
+        """
         heads, length, _ = prompt.k.shape
         head, token = (index.view(heads, length) for index in (kept.head, kept.token))
         rings, sides = (self.ring.k, self.ring.v), ((prompt.paged_k, None), (None, prompt.v))
@@ -283,7 +291,7 @@ class Buffered(Paged):
 
 
 class BufferedStep(PagedStep):
-    """A decode step behind a residual buffer: nothing is evicted, and tokens that leave the rings are quantised."""
+    """A decode step with a residual buffer: nothing is evicted, and tokens that leave the rings are quantised."""
 
     holding: Buffered
 

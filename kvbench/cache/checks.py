@@ -1,7 +1,7 @@
 """Checks every plan of a policy against the rules before it is carried out.
 
 A slot past the end of its list belongs to another sequence; a tier that does not exist loses a token without a word.
-Neither may reach the pages. What breaks a rule is a ValueError of one sentence: which class, when, and which rule.
+Neither may reach the pages. A broken rule raises a ValueError of one sentence: which class, when, and which rule.
 """
 
 from collections.abc import Callable
@@ -43,7 +43,7 @@ class _PolicyCall:
         return self._shown
 
     def error(self, rule: Rule) -> ValueError:
-        """The error about a rule; only now is the moment asked for, since the host waits for its numbers."""
+        """The error about a rule; the moment is read only now, since that synchronises."""
         said = rule if isinstance(rule, str) else rule()
         return BrokenRule(f"{call_of(self._policy, self.call)}, {self._moment()}: {said}")
 
@@ -61,7 +61,7 @@ class _PolicyCall:
         if not isinstance(plan, kind):
             raise self.error(f"it returned {_kind(plan)}, but it must return a {kind.__name__}")
         self.check_modes()
-        # What the view looked up meanwhile was new then.
+        # The view's lookups since then were new.
         if any(version != self._before.get(name, 0) for name, version in _versions(self._shown).items()):
             raise self.error("it changed a tensor of its view in place, which others read; clone it first")
         return plan
@@ -103,8 +103,8 @@ class CheckedPlans:
 
     On a CPU the values of a plan are looked at before it is carried out, so that a refusal has changed nothing. On
     another device the host does not wait for them: slots that may not be written are made new ones on the device, and
-    the error comes with what else the host learns late (`Pages.counts`): when the next step begins, or when a row's
-    report is asked for.
+        the error comes with the other asynchronous counts (`Pages.counts`): when the next step begins, or with a row's
+        report.
     """
 
     def __init__(self, policy: Policy, pages: Pages) -> None:
@@ -118,8 +118,9 @@ class CheckedPlans:
         return _PolicyCall(self._policy, call, view, self._pages.table.num_slots.device)
 
     def prefill(self, view: PrefillView, score: Tensor | None, begins: bool = True) -> PrefillPlan:
-        """The plan for a prompt; `score` fp32 [V, H, N] is the view's statistics, or None; `begins` says whether these
-        are the first of its layers.
+        """Plan for a prompt; `score` fp32 [V, H, N] is the view's statistics, or None.
+
+        `begins` says whether these are the first of its layers.
 
         Raises:
             ValueError: It breaks a rule; where that shows only later, `Pages.counts` says so.
@@ -170,7 +171,7 @@ class CheckedPlans:
         return self._check_slots(call, plan, view) if plan.slot is not None else plan
 
     def due(self, view: DecodeView) -> Tensor:
-        """bool [S]: the sequences whose bulk eviction is due; raises ValueError where the answer is something else."""
+        """Mask bool [S] of the sequences whose bulk eviction is due; raises ValueError for another answer."""
         call = self._ask("compaction", view)
         assert self._policy.compaction is not None, "the caller looked"
         due = call.mask(self._policy.compaction.due(call.see()), "the answer", (view.shape[0],))

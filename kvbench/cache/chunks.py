@@ -1,9 +1,9 @@
 """Prompts that are read in chunks: after each one the policy plans again, so that the whole prompt never lies there.
 
 A chunk attends to what is held of the chunks before it, as pages give it back, and to itself. Then the policy sees all
-positions so far, with scores of those that are held and of the chunk, and says which stay and where. What is gone stays
-gone, and a token that a plan has sent to a later tier does not come back to an earlier one. Slots keep their bytes:
-only a token that changes its tier is encoded again.
+positions so far, with scores of those that are held and of the chunk, and says which stay and where. A dropped token
+stays dropped, and a token that a plan has sent to a later tier does not come back to an earlier one. Slots keep their
+bytes: only a token that changes its tier is encoded again.
 
 Legend as in `store`: H heads of the cache, Hq query heads, n tokens of a chunk, N tokens read so far with it.
 """
@@ -25,9 +25,12 @@ from kvbench.policy import ALL_QUERIES, EVICT, Policy
 
 @dataclass
 class _Reading:
-    """A prompt of which a part was read: its tokens in all; per layer and tier, int32 [H, slots] position of each slot,
-    -1 past a list's end; per layer, fp32 [H, total] what tokens got from all queries so far, where that is asked; and
-    the chunk's layers that wait for the last one (keys, values, scores)."""
+    """State of a prompt that is read in chunks.
+
+    The prompt's length; per layer and tier, int32 [H, slots] the position of each slot, -1 past a list's end; per
+    layer, fp32 [H, total] scores from all queries so far, where the policy needs them; and the chunk's layers that wait
+    for the last one (keys, values, scores).
+    """
 
     total: int
     pos: list[list[Tensor]]
@@ -38,7 +41,7 @@ class _Reading:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held beside the pages."""
+        """Bytes held outside the pages."""
         held = [*self.sums, *(pos for tiers in self.pos for pos in tiers)]
         return sum(x.nbytes for x in held) + sum(k.nbytes + v.nbytes for k, v, _ in self.staged)
 
@@ -67,8 +70,10 @@ class Chunks:
         self._open.pop(row, None)
 
     def read(self, row: int, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Attends from one layer of a chunk (q [Hq, n, D], k and v [H, n, D], post-RoPE), and plans and writes it; for
-        scope `model`, all layers with the last one. Returns [Hq, n, D], fp32 or the dtype of `q`."""
+        """Attends from one layer of a chunk (q [Hq, n, D], k and v [H, n, D], post-RoPE), then plans and writes it.
+
+        For scope `model`, all layers are planned with the last one. Returns [Hq, n, D], fp32 or the dtype of `q`.
+        """
         reading, backend = self._open[row], self._holding.pages.backend
         softmax = self._holding.softmax_of(layer)
         begin, end = reading.seen, reading.seen + k.shape[1]
@@ -97,11 +102,13 @@ class Chunks:
                 self._finish(row, reading, k)
         return out
 
-    # What is held.
+    # Contents.
 
     def _past(self, row: int, layer: int, reading: _Reading) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Keys and values fp32 [H, M, D] that are held of the chunks before, as a chunk attends to them; bool [H, M]
-        which are no padding; int64 [H, M] positions, -1 for padding."""
+        """Held keys and values fp32 [H, M, D] of earlier chunks, as a chunk attends to them.
+
+        With a bool [H, M] mask of those that are no padding, and int64 [H, M] positions, -1 for padding.
+        """
         holding, pages = self._holding, self._holding.pages
         heads, device = pages.shape[2], self._shape.device
         if not reading.seen:
@@ -135,8 +142,10 @@ class Chunks:
         scale: float,
         reading: _Reading,
     ) -> Tensor | None:
-        """fp32 [1 + len(also), H, N] numbers of held tokens and of the chunk, `GONE` (and 0 for the further ones) for
-        the others; None where the policy needs none."""
+        """Scores fp32 [1 + len(also), H, N] of held tokens and of the chunk; None where the policy needs none.
+
+        Dropped tokens have `GONE`, and 0 in the further fields.
+        """
         if not self._holding.scores.spec.measures_prompts:
             return None
         past_k, past_v, pos = past
@@ -174,7 +183,7 @@ class Chunks:
             held()
 
     def _tiers(self, pos: list[Tensor], length: int) -> Tensor:
-        """int8 [H, length]: the planned tier of each position, `EVICT` where it is not held."""
+        """Planned tier of each position, int8 [H, length], `EVICT` where it is not held."""
         tier_of = torch.full((len(pos[0]), length + 1), EVICT, dtype=torch.int8, device=pos[0].device)
         for tier, positions in enumerate(pos):
             tier_of.scatter_(

@@ -205,7 +205,7 @@ class KeyBiases(Codebooks):
 
 
 def _times(scale: Tensor, x: Tensor) -> Tensor:
-    """x [S, Hq, D] times the scales [H] of the query heads' groups, in its own dtype."""
+    """Product of `x` [S, Hq, D] and the scales [H] of the query heads' groups, in the dtype of `x`."""
     return (x.float() * scale.repeat_interleave(x.shape[1] // len(scale))[:, None]).to(x.dtype)
 
 

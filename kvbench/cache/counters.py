@@ -80,8 +80,11 @@ class Counters:
 
 
 class CountsBeforeStep:
-    """Copies of the counts that a step changes and the ledger looks at, on their device: for rows that had ended when a
-    step began, which only the step's end told. `seen` are the tokens that the host has counted."""
+    """Copies of the counts that a step changes and the ledger reads, on their device.
+
+    They serve rows that turn out, at the step's end, to have ended before it. `seen` are the tokens that the host has
+    counted.
+    """
 
     def __init__(self, held: list[Tensor], seen: list[int]) -> None:
         self._held, self._seen = held, seen
@@ -93,8 +96,10 @@ class CountsBeforeStep:
 
     @contextmanager
     def restored(self, row: int) -> Iterator[None]:
-        """Lets the ledger say what a row held when `note` was called, one step ago. The row can only be closed then:
-        what lies in its pages is still of one token more."""
+        """Context in which the ledger reports a row as it was at `note`, one step ago.
+
+        The row can only be closed afterwards: its pages still hold one token more.
+        """
         now = [count.clone() for count in self._held]
         torch._foreach_copy_(self._held, self._before)
         self._seen[row] -= 1

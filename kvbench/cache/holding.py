@@ -1,4 +1,4 @@
-"""Tokens of all lists in one place: in pages, with whatever a method keeps beside them."""
+"""Tokens of all lists on one device: in pages, and in whatever a method keeps outside of them."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -51,8 +51,10 @@ class Channels:
 
 
 def reorder(x: Tensor, order: Tensor) -> Tensor:
-    """Queries or keys [S, X, D] in an order of channels, int64 [S or 1, X, D]. Of one channel, which stands for vectors
-    that are not there (`kvbench.sizing`), there is no order."""
+    """Permutes queries or keys [S, X, D] by an order of channels, int64 [S or 1, X, D].
+
+    Vectors of one channel, which stand for absent ones (`kvbench.sizing`), have no order.
+    """
     return x if x.shape[-1] == 1 else x.gather(-1, order.expand(len(x), -1, -1))
 
 
@@ -65,7 +67,7 @@ class EvictionDue:
 
     def __init__(self, policy: Policy, plans: CheckedPlans, counts: AsyncCounts, posts: bool) -> None:
         is_periodic = policy.compaction is not None and not policy.compaction.when_full
-        self._happens = is_periodic and policy.residual is None  # tokens behind rings are not evicted
+        self._happens = is_periodic and policy.residual is None  # no eviction with rings
         self._plans, self._counts, self._posts = plans, counts, posts
         self._due: dict[int, int] = {}
 
@@ -99,8 +101,10 @@ class EvictionDue:
 
 
 class Holding:
-    """Tokens in pages, with the state of steps and prompts; `first_layer` is the model's number of the first layer that
-    is held here, from which other arguments count."""
+    """Tokens in pages, with the state of steps and prompts.
+
+    `first_layer` is the model's index of the first layer here; other arguments count from it.
+    """
 
     def __init__(
         self,
@@ -119,7 +123,7 @@ class Holding:
         self.plans = CheckedPlans(policy, pages)
         self.due = EvictionDue(policy, self.plans, pages.counts, pages.on_device)
         self.channels = Channels(pages.shape[0], shape) if policy.score.orders_channels else None
-        self.budget: SolvedBudget | None = None  # the store's, which knows what else a row holds
+        self.budget: SolvedBudget | None = None  # of the store, which counts everything that a row holds
 
     @property
     def off_page_bytes(self) -> int:
@@ -129,13 +133,15 @@ class Holding:
 
     @property
     def row_bytes(self) -> tuple[int, int]:
-        """Bytes of one row beside its pages, whatever it holds: (counters, orders of channels and offsets of keys,
-        rings)."""
+        """Bytes of one row outside its pages, whatever it holds.
+
+        (Counters, orders of channels and offsets of keys, rings).
+        """
         orders = 0 if self.channels is None else self.channels.row_bytes
         orders += 0 if self.offsets is None else self.offsets.row_bytes
         return orders, 0 if self.scores.queries is None else self.scores.queries.row_bytes
 
-    # What is held.
+    # Contents.
 
     @property
     def copies(self) -> int:
@@ -165,8 +171,10 @@ class Holding:
         return held, held
 
     def paged_slots(self, kept: int, new: int) -> tuple[int, int]:
-        """Slots that a list has in pages once it kept so many tokens of a prompt and took so many more: exactly, and at
-        most where that many are the mean of lists."""
+        """Slots in pages of a list after it kept `kept` tokens of a prompt and took `new` more: exact, and at most.
+
+        The second is for lists that hold these numbers on average.
+        """
         return kept + new, kept + new
 
     def slots_per_tier(self, lists: Tensor) -> list[Tensor]:
@@ -203,9 +211,11 @@ class Holding:
     def to_pages(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, orders: Orders | None, offsets: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [S, Hq, D], keys and values [S, KV heads, D] of one layer of rows (or of tokens of one row) as
-        attention over pages takes them; `orders` are those of the rows' channels, and `offsets` fp32 [S or 1, L, KV
-        heads, D] what their keys are stored less."""
+        """Queries [S, Hq, D], keys and values [S, KV heads, D] of one layer in the form of attention over pages.
+
+        S counts rows, or tokens of one row. `orders` are the orders of the rows' channels, `offsets` fp32 [S or 1, L,
+        KV heads, D] what is subtracted from stored keys.
+        """
         if offsets is not None:
             k = less(k, offsets[:, layer])
         q, k = self.rotations.keys.apply(q), self.rotations.keys.apply(k)
@@ -232,8 +242,10 @@ class Holding:
         self.pages.clear(lists)
 
     def share(self, source: int, target: int) -> None:
-        """Lets an empty row hold what another one holds: its pages until one of them writes to one, and copies of
-        whatever lies beside the pages."""
+        """Makes an empty row share another row's contents.
+
+        Pages are shared until one of the rows writes to one; everything outside the pages is copied.
+        """
         self.pages.table.share(self.lists(source), self.lists(target))
         if self.scores.queries is not None:
             self.scores.queries.copy(source, target)

@@ -1,4 +1,4 @@
-"""From a policy's tiers and a model's shape to page formats."""
+"""Page formats from a policy's tiers and a model's shape."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -53,15 +53,14 @@ class StoreOptions:
         check_settings(self, "store.")
 
     def on(self, device: torch.device) -> "StoreOptions":
-        """These options with `page_bytes=auto` resolved for a device."""
+        """Copy with `page_bytes=auto` resolved for a device."""
         is_tiled = self.page_bytes == "auto" and device.type == "cuda"
         return replace(self, page_bytes="tiles") if is_tiled else self
 
 
 @dataclass(frozen=True)
 class DeviceSpan:
-    """Some layers of a model that follow one another, and the device of their weights, and so of their part of the
-    cache."""
+    """Consecutive layers of a model on one device, that of their weights and of their part of the cache."""
 
     device: torch.device
     num_layers: int
@@ -69,13 +68,15 @@ class DeviceSpan:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Shape of a model for the store: all its layers and heads, wherever they lie. Layers of another kind have shapes
-    of their own, `other_kinds`: the policy acts on these layers, which see everything, and numbers them from 0.
+    """Shape of a model for the store: all its layers and heads, on any device.
+
+    Layers of another kind have their shapes in `other_kinds`: the policy acts on these layers, which see everything,
+    and numbers them from 0.
 
     Args:
         device: Device of the cache; of a model on several, the first one, where plans are made.
         inv_freq: Rotary inverse frequencies fp32 [D_rot / 2], or None when keys cannot be re-rotated.
-        output_projections: Per layer, the model's own weight [E, Hq * D] behind attention, or None when not found; of
+        output_projections: Per layer, the model's own weight [E, Hq * D] after attention, or None when not found; of
             heads that are divided among processes, this one's columns.
         key_biases: Per layer, the bias of the key projection [H * D], of the heads of this process; None where not
             every layer has one that is added to keys as they are.
@@ -121,8 +122,7 @@ class ModelShape:
 
     @cached_property
     def kinds(self) -> dict[int, tuple[int, int]]:
-        """Lookup by a layer's own number: index of its shape (0 for this one, then `other_kinds`), and index of the
-        layer in it."""
+        """Lookup by layer index: index of its shape (0 for this one, then `other_kinds`), and its index there."""
         shapes = (self, *self.other_kinds)
         each = [(kind, shape.numbers or range(shape.num_layers)) for kind, shape in enumerate(shapes)]
         return {number: (kind, index) for kind, numbers in each for index, number in enumerate(numbers)}
@@ -138,8 +138,7 @@ class ModelShape:
         return self.num_q_heads // self.ranks.size, self.num_kv_heads // self.ranks.size
 
     def parts(self) -> "list[tuple[int, ModelShape]]":
-        """Parts of this process, one after another: the number of a part's first layer, and the shape of its layers
-        with the heads of this process."""
+        """Parts of this process in order: index of a part's first layer, and the shape of its local layers."""
         parts, first = [], 0
         num_q_heads, num_kv_heads = self.heads_here
         for span in self.device_spans or (DeviceSpan(self.device, self.num_layers),):
@@ -160,7 +159,7 @@ class ModelShape:
         return parts
 
     def on_host(self) -> "ModelShape":
-        """This shape on one device, in main memory, with placeholder numbers in its tensors."""
+        """Copy of this shape on one device, in main memory, with placeholder numbers in its tensors."""
         sinks = self.softmax.sinks
         return replace(
             self,
@@ -174,8 +173,10 @@ class ModelShape:
         )
 
     def fp16_bytes(self, num_tokens: int) -> int:
-        """Bytes of an uncompressed 16-bit cache of this many tokens, as the model itself would hold it, windows and
-        states included: the denominator of every ratio."""
+        """Bytes of an uncompressed 16-bit cache of this many tokens: the denominator of every ratio.
+
+        As the model itself would hold it, windows and states included.
+        """
         total = self.layers_fp16_bytes(num_tokens) + self.state_bytes
         return total + sum(each.fp16_bytes(num_tokens) for each in self.other_kinds)
 
@@ -187,13 +188,15 @@ class ModelShape:
 
 
 def most_slots(policy: Policy, prompt_tokens: int, new_tokens: int) -> int:
-    """Most slots of one list over all tiers behind a prompt and along its answer, by which a page table is sized."""
+    """Most slots of one list over all tiers after a prompt and along its answer, by which a page table is sized."""
     return min(policy.max_slots(prompt_tokens, new_tokens), prompt_tokens + new_tokens)
 
 
 def compile_tier(tier: Tier, shape: ModelShape, track: tuple[str, ...], policy: Policy | None = None) -> SlotFormat:
-    """The slot format of a tier on a model; raises ValueError where groups or splits do not divide the head dim, in the
-    words of the policy's settings."""
+    """Slot format of a tier on a model.
+
+    Raises ValueError, in the words of the policy's settings, where groups or splits do not divide the head dim.
+    """
     kept = tier.key_channels(shape.head_dim)
     few = kept if kept < shape.head_dim else 0
     dtype = shape.dtype if tier.native else torch.bfloat16 if shape.dtype == torch.bfloat16 else torch.float16

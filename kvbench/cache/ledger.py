@@ -30,8 +30,9 @@ ITEMS = (
 
 @dataclass
 class RowMeter:
-    """Bytes of one row over time: peaks, and sums over decode steps of resident bytes and of their ratio to the fp16
-    bytes of the same tokens.
+    """Bytes of one row over time.
+
+    Peaks, and sums over decode steps of resident bytes and of their ratio to the fp16 bytes of the same tokens.
 
     Args:
         staging_peak_bytes: Largest amount of an uncompressed prompt held while planning: keys and values, and what a
@@ -40,7 +41,7 @@ class RowMeter:
             those that it would have read of everything.
         one_shot_peak_bytes: In a run that reads in chunks, the prompt's peak had it been read at once: what the row
             held after it, and the uncompressed keys and values of the layers that are planned together. Else 0.
-        prompt: What the prompt's plan kept, as it goes into the journal.
+        prompt: Tokens that the prompt's plan kept, in the journal's form.
     """
 
     peak_bytes: int = 0
@@ -57,7 +58,7 @@ class RowMeter:
 class Ledger:
     """Counts the bytes of every row, wherever its layers and heads lie.
 
-    What a row has in several places is summed over them. Counters of tokens, which every place repeats (16 or 24 bytes
+    Bytes of a row on several devices are summed. Counters of tokens, which every place repeats (16 or 24 bytes
     a row), count once, so that no number depends on where a model lies. `other_kinds` are the ledgers of layers of
     other kinds.
 
@@ -85,11 +86,13 @@ class Ledger:
         self._widest = sum(self.fixed_row_bytes(), shape.state_bytes)
         self.meters = [RowMeter() for _ in range(self._pages.shape[0])]
 
-    # What is held now.
+    # Bytes held now.
 
     def fixed_row_bytes(self, prompt_tokens: int | None = None, new_tokens: int = 0) -> tuple[int, int, int]:
-        """Bytes of one row that stay the same from its prompt on: (tables and counters, residual rings, codebooks); of
-        a prompt of so many tokens and most tokens read behind it; None = as each row is allocated, for the longest."""
+        """Constant bytes of one row from its prompt on: (tables and counters, residual rings, codebooks).
+
+        For `prompt_tokens` and at most `new_tokens` after it; None = as each row is allocated, for the longest.
+        """
         slots = None if prompt_tokens is None else most_slots(self._policy, prompt_tokens, new_tokens)
         fixed = rings = 0
         for part in self._parts:
@@ -103,8 +106,7 @@ class Ledger:
 
     @property
     def book_bytes(self) -> int:
-        """Bytes of a model's codebooks and offsets of keys, which all rows share and each is billed as if it were
-        alone."""
+        """Bytes of a model's codebooks and key offsets, which all rows share and each is billed in full."""
         codebooks = [part.pages.codebooks for part in self._parts if part.pages.codebooks is not None]
         books = sum(books.table_bytes + books.channel_bytes * self._ranks.size for books in codebooks)
         offsets = [part.offsets for part in self._parts if part.offsets is not None]
@@ -116,13 +118,15 @@ class Ledger:
         return self._pages.pool.page_bytes + self._pages.pool.free_list.element_size()
 
     def resident_bytes(self, rows: Tensor) -> Tensor:
-        """Resident bytes of rows, int64 [S]: pages with their free-list entries, tables, counters, rings and
-        codebooks; and windows and states."""
+        """Resident bytes of rows, int64 [S].
+
+        Pages with their free-list entries, tables, counters, rings and codebooks; and windows and states.
+        """
         fixed = torch.tensor([self._fixed_of(row) for row in rows.tolist()], dtype=torch.int64, device=rows.device)
         return fixed + self._paged_bytes(rows)
 
     def _paged_bytes(self, rows: Tensor) -> Tensor:
-        """int64 [S]: bytes of the pages of rows, of all kinds of layers."""
+        """Bytes of the pages of rows, int64 [S], of all kinds of layers."""
         local = self._num_pages(rows) * self._page_bytes
         return sum((each._paged_bytes(rows) for each in self._other_kinds), local)
 
@@ -137,7 +141,7 @@ class Ledger:
         return local + sum(each.table_slack_bytes for each in self._other_kinds)
 
     def _num_pages(self, rows: Tensor) -> Tensor:
-        """int64 [S]: pages of rows, on the first place's device."""
+        """Pages of rows, int64 [S], on the first part's device."""
         first, *others = self._parts
         total = first.pages.num_pages(rows)
         for part in others:
@@ -146,8 +150,10 @@ class Ledger:
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes that the rows together hold less than their resident bytes say, because they share pages and codebooks:
-        a row is billed what it would hold alone, so that its bytes do not depend on what is beside it."""
+        """Bytes saved by sharing of pages and codebooks: billed minus really held.
+
+        A row is billed what it would hold alone, so that its bytes do not depend on other rows.
+        """
         shared = [part.pages.pool.others for part in self._parts]
         (num_pages,) = self._ranks.totals([sum(int(others.sum()) for others in shared if others is not None)])
         local = num_pages * self._page_bytes + max(0, len(self._open) - 1) * self.book_bytes
@@ -164,7 +170,7 @@ class Ledger:
             scores, positions and bounds of pages; `slack_bytes` unused bytes of the row's pages; `residual_bytes`
             tokens in the rings; `residual_slack_bytes` empty ring entries; `table_bytes` page tables for the row's own
             length, counters, orders of key channels and offsets of the row's keys; `free_list_bytes` one free-list
-            entry per page; `book_bytes` codebooks of the model, and offsets of its keys, beside the pages;
+            entry per page; `book_bytes` codebooks of the model, and offsets of its keys, outside the pages;
             `resident_bytes` their sum. Of a model that has layers of other kinds, `window_bytes` all that layers with
             windows hold, and `state_bytes` the states.
         """
@@ -200,7 +206,7 @@ class Ledger:
         total["resident_bytes"] = sum(total.values())
         return total
 
-    # What was held over time.
+    # Bytes held over time.
 
     def open(self, row: int) -> None:
         self._pages.counts.collect()
@@ -227,8 +233,10 @@ class Ledger:
         self._fixed[row] = sum(self.fixed_row_bytes(prompt_tokens, new_tokens), self._shape.state_bytes)
 
     def resize(self, row: int, new_tokens: int) -> None:
-        """Notes another limit of the tokens behind a prompt that was read for several rows. Peaks so far are those that
-        the row would have had alone."""
+        """Changes the limit of tokens after a prompt that was read for several rows.
+
+        Peaks so far are those of the row alone.
+        """
         if row not in self._sizes:
             return
         self._settle()
@@ -253,7 +261,7 @@ class Ledger:
         )
 
     def hold(self, row: int, staging_bytes: int = 0) -> None:
-        """Notes what a row holds while so many bytes of an uncompressed prompt lie beside it in this process."""
+        """Notes a row's bytes while this process also holds `beside_bytes` of an uncompressed prompt."""
         meter, staging_bytes = self.meters[row], staging_bytes * self._ranks.size
         meter.staging_peak_bytes = max(meter.staging_peak_bytes, staging_bytes)
         held_bytes = staging_bytes + self._fixed_of(row)
@@ -292,8 +300,11 @@ class Ledger:
             self.meters[row].prompt["budget_tokens"] = tokens
 
     def note_chunks(self, row: int, chunks: int, at_once_bytes: int) -> None:
-        """Notes that a prompt was read in so many chunks, which has just ended; at once, so many bytes of uncompressed
-        keys and values would have lain beside the row, of the layers that are planned together."""
+        """Notes that a prompt, now complete, was read in `chunks` chunks.
+
+        `at_once_bytes` are the uncompressed keys and values, of the layers planned together, that reading it at once
+        would have held in addition.
+        """
         self.meters[row].prompt["prompt_chunks"] = chunks
         self.meters[row].one_shot_peak_bytes = self.row_bytes(row) + at_once_bytes
 
@@ -362,8 +373,10 @@ class Ledger:
         return receive
 
     def report(self, row: int) -> tuple[dict, dict]:
-        """The ledger and the kept-token summary of a finished row, as they go into the journal: `ledger` and `kept` of
-        `kvbench.results.sample.SampleRecord`."""
+        """Ledger and kept-token summary of a finished row, as written to the journal.
+
+        `ledger` and `kept` of `kvbench.results.sample.SampleRecord`.
+        """
         self._settle()
         items, meter = self.itemise(row), self.meters[row]
         seen = self._counters.seen[row]

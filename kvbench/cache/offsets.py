@@ -25,7 +25,7 @@ class KeyOffsets:
     Args:
         rows: Sequences, each with vectors of its own unless there is a table.
         shape: The layers and heads of one part.
-        dtype: Of the vectors.
+        dtype: Dtype of the vectors.
         table: [L, H, D] vectors of all rows; None = the mean of the keys of each row's prompt.
 
     Source: SageAttention (Zhang et al. 2024, arXiv 2410.02367), the smoothing of K.
@@ -83,8 +83,10 @@ class KeyOffsets:
 
 
 def less(k: Tensor, vectors: Tensor) -> Tensor:
-    """Keys [..., D] less vectors that broadcast against them, in their own dtype. Of one channel, which stands for keys
-    that are not there (`kvbench.sizing`), nothing is taken."""
+    """Keys [..., D] minus vectors that broadcast against them, in their dtype.
+
+    Keys of one channel, which stand for absent ones (`kvbench.sizing`), stay unchanged.
+    """
     return (k.float() - vectors).to(k.dtype) if k.shape[-1] == vectors.shape[-1] else k
 
 
@@ -102,8 +104,9 @@ def key_offsets(
     rows: int,
     dtype: torch.dtype,
 ) -> KeyOffsets | None:
-    """The vectors of a place, of which `shape` says what it has of the `whole` model, from layer `first_layer` on; None
-    where keys stay as they are, or are stored less their biases (`KeyBiases`).
+    """Offset vectors of a part's keys; None where keys are stored unchanged, or without their biases (`KeyBiases`).
+
+    `shape` is the part's share of the `whole` model, from layer `first_layer` on.
 
     Raises:
         NotForModel: The model's softmax is not blind to a constant, its keys are its values, or the table is of another
@@ -147,8 +150,10 @@ def _part_table(table: Table, whole: ModelShape, shape: ModelShape, first_layer:
 
 
 def check_key_offset(offset: str | Table, policy: Policy, chunk: int | None = None) -> None:
-    """Refuses offsets of keys that a method's formats cannot have, or that are not known when the first key of a prompt
-    is stored, which is read `chunk` tokens at a time (None = at once); by the settings alone, with a ValueError."""
+    """Refuses key offsets that a method's formats do not support, or that are unknown at a prompt's first key.
+
+    The prompt is read `chunk` tokens at a time (None = at once). By the settings alone, with a ValueError.
+    """
     if offset == "none":
         return
     name = type(policy).__name__

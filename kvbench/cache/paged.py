@@ -20,8 +20,11 @@ Arrivals = tuple[Tensor, Tensor, Tensor, Tensor]  # head and position int64 [M],
 
 @dataclass(frozen=True)
 class PromptLayer:
-    """One layer of a prompt on its way into the cache: its lists int64 [H]; keys and values [H, N, D] as the model
-    gives them, keys as pages hold them, and fp32 [H, N] what the slots' scores begin with, or None for 0."""
+    """One layer of a prompt on its way into the cache.
+
+    Its lists int64 [H]; keys and values [H, N, D] from the model, keys in stored form, and fp32 [H, N] initial scores
+    of the slots, or None for 0.
+    """
 
     row: int
     layer: int
@@ -34,10 +37,12 @@ class PromptLayer:
 
 @dataclass(frozen=True)
 class Kept:
-    """The tokens of a prompt layer that go to one tier, in position order: int64 [M] the head, the position in the
-    prompt and the place in the head's list; int64 [H] tokens per head. With `in_order` they are all tokens of all
-    heads, one after the other, of which those that are not kept have place -1, which every kernel passes over. `is_all`
-    says whether all are kept, None where the host has not asked."""
+    """Tokens of a prompt layer that go to one tier, in position order.
+
+    Per token, int64 [M], the head, the position in the prompt and the index in the head's list; int64 [H] tokens per
+    head. With `in_order` they are all tokens of all heads, one after the other; dropped ones have index -1, which every
+    kernel skips. `is_all` says whether all are kept, None where the host has not read it.
+    """
 
     head: Tensor
     token: Tensor
@@ -50,7 +55,7 @@ class Kept:
     def waited(chosen: Tensor) -> "Kept":
         """The tokens that bool [H, N] chooses."""
         count = chosen.sum(1)
-        if bool(chosen.all()):  # to ask is one wait for the device, to look for them are many
+        if bool(chosen.all()):  # one synchronisation to ask, many to look for them
             head, token = Kept._each(chosen)
             return Kept(head, token, token, count, in_order=True, is_all=True)
         head, token = chosen.nonzero(as_tuple=True)
@@ -75,8 +80,10 @@ class Kept:
 
 
 class Parts:
-    """Parts of a cache that hold the layers of a model, in their order: a `Paged` is the only one, a `Split` stands for
-    several. `plans` makes the policy's plans for all of them, and `due` tracks the bulk evictions of their rows."""
+    """Parts of a cache that hold the layers of a model, in order: one `Paged`, or several in a `Split`.
+
+    `plans` makes the policy's plans for all of them, and `due` tracks the bulk evictions of their rows.
+    """
 
     parts: "Sequence[Paged]"
     plans: CheckedPlans
@@ -171,9 +178,11 @@ class Paged(Holding, Parts):
     # Prompts.
 
     def write_prompt(self, row: int, layer: int, k: Tensor, v: Tensor, tier_of: Tensor, score: Tensor | None) -> None:
-        """Writes the kept tokens of one layer of a prompt, k and v [H, N, D] post-RoPE, per tier in position order, by
-        the plan int8 [H, N] (where layers or heads differ, 0 stands for each one's own); fp32 [H, N] is what the slots'
-        scores begin with, None = 0."""
+        """Writes the kept tokens of one layer of a prompt, k and v [H, N, D] post-RoPE, per tier in position order.
+
+        The plan is int8 [H, N] (where layers or heads differ, 0 stands for the list's base tier); `score` fp32 [H, N]
+        is the initial scores of the slots, None = 0.
+        """
         paged_k = self.rope.strip(k, torch.arange(k.shape[1], device=k.device))
         prompt = PromptLayer(row, layer, self.lists_of_layer(row, layer), k, v, paged_k, score)
         tier_of = self.pages.stands_for(tier_of, prompt.lists)
@@ -244,8 +253,10 @@ class Paged(Holding, Parts):
     # Decode steps.
 
     def open(self, rows: Rows) -> "list[PagedStep]":
-        """Plans one decode step for rows, and makes room for their tokens, one step for each of `parts`; raises what
-        `CompressedStore.begin_step` does."""
+        """Plans one decode step for rows and reserves slots for their tokens, one step for each of `parts`.
+
+        Raises the errors of `CompressedStore.begin_step`.
+        """
         whose = self.due.whose(rows.numbers, lambda: self.view(rows))
         if whose:
             self.compact(rows if len(whose) == len(rows) else Rows.of(whose, self.shape.device))
@@ -277,7 +288,7 @@ class Paged(Holding, Parts):
         self.counters.step_on_host(numbers)
 
 
-# Prompts that are read in chunks: positions of slots are kept beside the pages meanwhile, int32 [H, slots] per tier
+# Prompts that are read in chunks: positions of slots are kept outside the pages meanwhile, int32 [H, slots] per tier
 # with -1 past a list's end.
 
 
@@ -291,8 +302,11 @@ def replan(
     v: Tensor,
     peak: Callable[[], None],
 ) -> None:
-    """Carries out a plan for one layer of a prompt, as `Paged.extend_prompt` describes it: dropped tokens leave, tokens
-    of another tier are encoded again, and the newest chunk is written. Lists int64 [H] share no page with others."""
+    """Carries out a plan for one layer of a prompt; see `Paged.extend_prompt`.
+
+    Dropped tokens are removed, tokens of another tier are encoded again, and the newest chunk is written. Lists int64
+    [H] share no page with others.
+    """
     first = tier_of.shape[1] - k.shape[1]
     arrivals: list[list[Arrivals]] = [[] for _ in pages.formats]
     stays = [_leaving(pages, tier, lists, tier_of, kept, arrivals) for tier, kept in enumerate(pos)]
@@ -307,10 +321,11 @@ def replan(
 
 
 def _keep(pages: Pages, tier: int, lists: Tensor, stays: Tensor, room: int, peak: Callable[[], None]) -> None:
-    """Closes the gaps that dropped slots leave in lists (int64 [H]), without changing the order of the others, and
-    returns emptied pages. Bytes are moved as they are, through as many slots behind the list's end as it has `room`
-    for, since a move must not write where another one reads; `peak` is called while these are taken. `stays` is bool
-    [H, slots], False past a list's end."""
+    """Closes the gaps of dropped slots in lists (int64 [H]), in order, and returns emptied pages.
+
+    Bytes are moved unchanged, through up to `room` slots after the list's end, since a move must not write where
+    another one reads; `peak` is called while these are allocated. `stays` is bool [H, slots], False past a list's end.
+    """
     table, before = pages.table, pages.held(tier, lists)
     slot = torch.arange(stays.shape[1], device=stays.device)
     target = stays.cumsum(1) - 1
@@ -334,8 +349,10 @@ def _keep(pages: Pages, tier: int, lists: Tensor, stays: Tensor, room: int, peak
 
 
 def _append(pages: Pages, tier: int, layer: int, lists: Tensor, arrivals: list[Arrivals], pos: Tensor) -> Tensor:
-    """Writes tokens behind those that lists hold, in the order of their positions; int32 [H, slots] positions of what
-    is there, and with what came."""
+    """Appends tokens to lists in position order.
+
+    `pos` is int32 [H, slots], the positions held; returns them with the new ones.
+    """
     head, position, k, v = (torch.cat([part[i] for part in arrivals]) for i in range(4))
     if not head.numel():
         return pos
@@ -354,8 +371,11 @@ def _append(pages: Pages, tier: int, layer: int, lists: Tensor, arrivals: list[A
 def _leaving(
     pages: Pages, tier: int, lists: Tensor, goes_to: Tensor, pos: Tensor, arrivals: list[list[Arrivals]]
 ) -> Tensor:
-    """Takes out of a tier what goes to others or is dropped, by int8 [H, N] the new tier of each position; what goes to
-    others is read, into their `arrivals`, before anything moves. Returns bool [H, slots] what stays."""
+    """Removes from a tier the tokens that are dropped or go to other tiers, by `goes_to`.
+
+    `goes_to` is int8 [H, N], the new tier of each position. Tokens that change tier are read, into the `arrivals` of
+    their tier, before anything moves. Returns bool [H, slots], the slots that stay.
+    """
     wanted = goes_to.gather(1, pos.clamp(min=0).long()).masked_fill(pos < 0, EVICT)
     for other in range(len(pages.formats)):
         if other == tier:
@@ -377,8 +397,10 @@ def _packed(pos: Tensor, stays: Tensor) -> Tensor:
 
 
 def track(pages: Pages, lists: Tensor, pos: list[Tensor], score: Tensor | None) -> None:
-    """Writes the tracked fields of everything that lists hold, by `pos` per tier and fp32 [H, N] scores by position, or
-    None for 0."""
+    """Writes the tracked fields of every slot of lists.
+
+    `pos` is per tier; scores are fp32 [H, N] by position, or None for 0.
+    """
     for tier, positions in enumerate(pos):
         fmt = pages.formats[tier]
         head, slot = (positions >= 0).nonzero(as_tuple=True)
@@ -391,7 +413,7 @@ def track(pages: Pages, lists: Tensor, pos: list[Tensor], score: Tensor | None) 
 
 
 def padded(pos: Tensor, width: int) -> Tensor:
-    """Positions [H, slots] with -1 behind them, [H, width]."""
+    """Positions [H, slots] with -1 after them, [H, width]."""
     out = pos.new_full((len(pos), width), -1)
     out[:, : min(width, pos.shape[1])] = pos[:, :width]
     return out

@@ -30,8 +30,10 @@ SPARE_PAGES = 2  # of a list, on a device
 
 
 class TierMap:
-    """Tier that a plan's tier 0 stands for in every list of a row, where formats differ from layer to layer or head to
-    head. It is kept on the host, so that work tier by tier has sizes that are read from no device."""
+    """Tier that a plan's tier 0 stands for in every list of a row, where formats differ by layer or head.
+
+    It is kept on the host, so that sizes of work per tier need no synchronisation.
+    """
 
     def __init__(self, table: tuple[tuple[int, ...], ...], device: torch.device) -> None:
         self.table, self._device = table, device
@@ -49,11 +51,11 @@ class TierMap:
         """By layer, its tiers with the heads int64 [h] of each; None = all heads."""
 
     def of(self, lists: Tensor) -> Tensor:
-        """int64, in the shape of `lists`: the tier of each list."""
+        """Tier of each list, int64 in the shape of `lists`."""
         return self._flat[lists % len(self._flat)]
 
     def where(self, tier: int, num_rows: int) -> Tensor:
-        """int64 [M]: which of the lists of so many rows, row-major, have a tier."""
+        """Indices int64 [M] of the lists of so many rows, row-major, that have a tier."""
         within = self._within.get(tier, self._flat[:0])
         rows = torch.arange(num_rows, device=self._device)[:, None] * len(self._flat)
         return (rows + within).flatten()
@@ -64,12 +66,13 @@ def _indices_of(tier: int, tiers: list[int] | tuple[int, ...], device: torch.dev
 
 
 class Pages:
-    """The page pool, the page tables and the formats of all tiers, which share one page size, with the backend that
-    computes on them, for lists of the shape (rows, layers, heads) of so many slots at most over all tiers.
+    """Page pool, page tables and formats of all tiers, which share one page size, with their backend.
+
+    For lists of the shape (rows, layers, heads) of at most `max_slots` slots over all tiers.
 
     Args:
         budget_bytes: Limit on the pool. None lets it grow in main memory. On a GPU the pool is as large as the lists
-            can need, at most `memory_share` of what is free: growing would hold the old pool beside the new one, and
+            can need, at most `memory_share` of what is free: growing would hold the old and the new pool at once, and
             move the pages under a captured graph.
         tier_map: Tier that tier 0 of a plan stands for, list by list; None = tier 0 everywhere.
         codebooks: Calibrated tables of codes, and scales of key channels or of heads; None without any.
@@ -105,13 +108,13 @@ class Pages:
             most = math.prod((shape[0] - 1, *shape[1:])) * (max_pages + SPARE_PAGES)
         if limit is None and (free := memory.free_bytes(device)) is not None:
             limit = max(1, min(most, int(memory_share * free) // size))
-        self.on_device = backend.keeps_tables  # and the host knows only what it was told
+        self.on_device = backend.keeps_tables  # and the host has only the counts it received
         fresh = AsyncCounts(self.on_device or device.type != "cpu")
         self.counts = fresh if counts is None else counts.setdefault(device, fresh)
         self.host = HostCounts()
         nobody = torch.zeros(0, dtype=torch.int64, device=device)
         self._of_row = torch.arange(self.lists_per_row, device=device)  # the lists of the first row
-        self._numbered = self._nobody = nobody, nobody  # the rows asked for last, and their lists
+        self._numbered = self._nobody = nobody, nobody  # the last rows looked up, and their lists
         self.pool: PagePool
         self.table: PageTable
         if self.on_device:
@@ -188,19 +191,24 @@ class Pages:
         return base[:, None] + torch.arange(self.shape[2], device=rows.device)
 
     def taking_part(self, wanted: Tensor) -> Tensor | slice:
-        """Indices of True in bool [n]; on a device all indices, since no size may depend on content: an entry that
-        takes no part has slot or page -1 there, which every kernel skips."""
+        """Indices of True in bool [n]; on a device all indices, since no size may depend on content.
+
+        There an entry that is not `wanted` has slot or page -1, which every kernel skips.
+        """
         return slice(None) if self.on_device else wanted.nonzero()[:, 0]
 
-    # What lies where.
+    # Layout.
 
     def held(self, tier: int, lists: Tensor) -> Tensor:
         """Slots held, int64, in the shape of `lists`."""
         return self.table.num_slots[tier, lists].long()
 
     def tier(self, tier: int, lists: Tensor, width: int | None = None, known: Tensor | None = None) -> TierPages:
-        """The kernels' description of a tier of lists (int64 of any shape): `width` pages are named per list, None = as
-        many as the longest has; `known` are the slots that they hold, where the caller has asked."""
+        """Kernel operand of a tier of lists (int64 of any shape).
+
+        `width` pages are named per list, None = as many as the longest has; `known` are the slots that they hold, if
+        the caller has read them.
+        """
         held = self.held(tier, lists) if known is None else known
         if width is None:
             width = self.widest(tier, held)
@@ -211,8 +219,7 @@ class Pages:
         return int(-(-held.max() // self.formats[tier].tokens_per_page)) if held.numel() else 0
 
     def width(self, numbers: Sequence[int], tier: int) -> int | None:
-        """Upper bound of the pages that a list of these rows has in a tier, from host counts; None where it is
-        unknown."""
+        """Upper bound of the pages that a list of these rows has in a tier, from host counts; None if unknown."""
         if self.counts.at_full_width or self.counts.log is not None:  # a captured step runs again for longer lists
             return self.table.max_pages
         slots = self.host.longest(numbers, tier) if self.on_device else None
@@ -221,7 +228,7 @@ class Pages:
         return min(-(-slots // self.formats[tier].tokens_per_page), self.table.max_pages)
 
     def widths(self, lists: Tensor, numbers: Sequence[int] = ()) -> list[list[int]]:
-        """Per layer and tier, the pages of the longest list; `lists` int64 [S, L, H] of the rows `numbers`."""
+        """Pages of the longest list per layer and tier; `lists` int64 [S, L, H] of the rows `numbers`."""
         known = [self.width(numbers, tier) for tier in range(len(self.formats))]
         if None not in known:
             return [[width or 0 for width in known]] * lists.shape[1]
@@ -241,8 +248,10 @@ class Pages:
     def step_tiers(
         self, rows: Rows, lists: Tensor, rotation_of: Callable[[int], KeyRotation | None]
     ) -> list[TierTable]:
-        """The tiers of all lists (int64 [S, L, H]) as a step of rows reads them, only on a device; `rotation_of` says
-        how keys of so many slots per list at most are turned."""
+        """Tiers of all lists (int64 [S, L, H]) for a step of rows; only on a device.
+
+        `rotation_of` maps the most slots per list to the rotation of its keys.
+        """
         tables = []
         for tier, fmt in enumerate(self.formats):
             width = self.width(rows.numbers, tier)
@@ -257,8 +266,10 @@ class Pages:
     def tracked(
         self, tier: int, rows: Rows, lists: Tensor, known: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The score fp32 and position int64 of every slot, 0 and -1 where a field is not tracked, and bool: the list
-        holds it; [M, n] each. And int64 [M] slots held; `known` as for `tier`."""
+        """Score fp32, position int64 and held mask bool of every slot, [M, n] each, and int64 [M] slots held.
+
+        Untracked fields are 0 and -1; `known` is as for `tier`.
+        """
         fmt, pages = self.formats[tier], self.width(rows.numbers, tier)
         if self.on_device and pages is not None:
             return self.table.tracked_slots(lists, tier, fmt, pages * fmt.tokens_per_page)
@@ -276,9 +287,11 @@ class Pages:
     def find_extreme(
         self, tier: int, rows: Rows, known: Tensor | None, search: SlotSearch, over_layer: bool
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Value, slot and position [S, L, H] of the smallest value in every list of rows, found where the slots lie, by
-        a search per row; None where nothing searches slots in place. `known` as for `tier`, `over_layer` as for
-        `DecodeView.argmin`."""
+        """Value, slot and position [S, L, H] of the smallest value in every list of rows; None without in-place search.
+
+        One search per row over the slots in their pages. `known` is as for `tier`, `over_layer` as for
+        `DecodeView.argmin`.
+        """
         fmt = self.formats[tier]
         if self.on_device:
             return self.table.find_extreme(rows.tensor, tier, fmt, search, over_layer=over_layer)
@@ -294,7 +307,7 @@ class Pages:
 
     @contextmanager
     def undone(self) -> Iterator[list[tuple[Tensor, int, Tensor]]]:
-        """Gives back what was reserved (lists, tier, slots before), as it is noted here, when anything goes wrong."""
+        """Releases the reservations noted here (lists, tier, slots before) when anything fails."""
         done: list[tuple[Tensor, int, Tensor]] = []
         try:
             yield done
@@ -358,8 +371,10 @@ class Pages:
         return self.backend.read_slots(self.pool.pages, self.formats[tier], page, slot)
 
     def demote(self, tier: int, other: int, source: tuple[Tensor, Tensor], target: tuple[Tensor, Tensor]) -> None:
-        """Re-quantises slots (page and slot, int64 [M] each) into another tier, score and position included; a page
-        below 0 is passed over."""
+        """Re-quantises slots (page and slot, int64 [M] each) into another tier, score and position included.
+
+        Entries with a page below 0 are skipped.
+        """
         pages, formats = self.pool.pages, self.formats
         if self.on_device:
             self.backend.demote(pages, formats[tier], formats[other], *source, *target)
@@ -382,8 +397,10 @@ class Pages:
         scores[ids] = torch.where(live.any(), 0.0, scores[ids])
 
     def compact(self, tier: int, lists: Tensor, keep: Tensor) -> None:
-        """Drops the slots of lists (int64 [M]) that `keep` (bool [M, n]) does not name, closes the gaps, and returns
-        the emptied pages. The lists share no page with others (`PageTable.unshare_all`)."""
+        """Drops slots of lists (int64 [M]) outside `keep` (bool [M, n]), closes the gaps, returns emptied pages.
+
+        The lists share no page with others (`PageTable.unshare_all`).
+        """
         fmt = self.formats[tier]
         self.table.compact(lists, tier, keep, fmt, partial(self.backend.move_slots, self.pool.pages, fmt))
 

@@ -19,10 +19,12 @@ from kvbench.policy import Policy, PrefillPlan, PrefillView
 
 @dataclass(frozen=True)
 class ScoredLayer:
-    """One layer of a prompt, uncompressed, with its measurements: k, v [KV heads, N, D] post-RoPE keys and values, [H,
-    N, D] once they are at the cache's granularity; the score of the policy's `ScoreSpec`, None without one, or where it
-    is of keys and values alone; the part of the last queries that the cache keeps (`QueryRing.last`); and fp32 [H, D]
-    the worth of key channels, where the policy orders them."""
+    """One uncompressed layer of a prompt with its measurements.
+
+    k, v [KV heads, N, D] post-RoPE keys and values, [H, N, D] once they are at the cache's granularity; the score of
+    the policy's `ScoreSpec`, None without one, or if it depends on keys and values alone; the part of the last queries
+    that the cache keeps (`QueryRing.last`); and fp32 [H, D] weights of key channels, if the policy orders them.
+    """
 
     k: Tensor
     v: Tensor
@@ -45,7 +47,7 @@ class Prompts:
     def __init__(self, policy: Policy, shape: ModelShape, holding: Paged | Split, ledger: Ledger) -> None:
         self._policy, self._shape, self._holding, self._ledger = policy, shape, holding, ledger
         self._ranks = shape.ranks
-        self.new_tokens: dict[int, int] = {}  # row -> most tokens that come behind its prompt
+        self.new_tokens: dict[int, int] = {}  # row -> most tokens that come after its prompt
         self._pending: dict[int, list[ScoredLayer]] = {}  # row -> layers that wait for the last one
 
     def write(self, row: int, layer: int, scored: ScoredLayer) -> None:
@@ -108,9 +110,12 @@ class Prompts:
     def plan(
         self, row: int, layers: Sequence[int], heads: int, num_tokens: int, score: Tensor | None, **more: Any
     ) -> tuple[PrefillPlan, Tensor | None]:
-        """Asks the policy about layers of a prompt that are planned together, `heads` of the cache in each, over so
-        many tokens so far; `score` fp32 [V, H, N] or [V, 1 + len(also), H, N], or None, and further fields of the view.
-        Gives the plan, and what the slots' scores begin with, fp32 [V, H, N] or None."""
+        """Calls the policy for layers of a prompt that are planned together.
+
+        `heads` are the cache's heads per layer, `num_tokens` the tokens so far, `score` fp32 [V, H, N] or [V, 1 +
+        len(also), H, N], or None; further fields go to the view. Returns the plan and the initial scores of the slots,
+        fp32 [V, H, N] or None.
+        """
         extra: dict[str, Tensor] = {}
         if score is not None and (also := self._policy.score.statistic.also):
             score, *others = score.unbind(1)

@@ -8,8 +8,10 @@ from torch import Tensor
 
 
 class Ranks:
-    """One process that holds all heads: nothing is gathered, and every sum is its own. `index` is its number among
-    `size`, in the order of its heads."""
+    """Single process that holds all heads: gathers nothing, and its sums are complete.
+
+    `index` is its rank among `size`, in the order of its heads.
+    """
 
     size: int = 1
     index: int = 0
@@ -31,7 +33,7 @@ class Ranks:
         return number
 
     def local(self, x: Tensor, dim: int) -> Tensor:
-        """This process's share of a tensor of all heads along `dim`."""
+        """Local share of a tensor of all heads along `dim`."""
         return x.unflatten(dim, (self.size, -1)).select(dim, self.index) if self.size > 1 else x
 
 
@@ -39,8 +41,10 @@ ALONE = Ranks()
 
 
 class ProcessRanks(Ranks):
-    """The processes of torch.distributed's default group, which make the same calls in the same order
-    (`engine/tensor_parallel.py`)."""
+    """Processes of torch.distributed's default group, with the same calls in the same order.
+
+    See `engine/tensor_parallel.py`.
+    """
 
     def __init__(self, device: torch.device) -> None:
         from torch import distributed

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 Subject = TypeVar("Subject")
-# Of every kind of call the first two are asked again, and then one of so many.
+# Of every kind of call the first two are repeated, and then one of so many.
 EVERY = {"plan_prefill": 8, "of_prompt": 8, "plan_decode": 64, "compaction": 64, "plan_compact": 16}
 RULE = (
     "asked again about the same, a copy that knows of no earlier call answered otherwise, so numbers would hang on "
@@ -32,8 +32,10 @@ class ReplayCheck(Generic[Subject]):
         self._counts: Counter[str] = Counter()
 
     def of(self, call: str, begins: bool = True) -> Subject | None:
-        """Copy to call now, or None. Calls that `begin` nothing, such as those about a prompt's later layers, go to the
-        copy of the call before, or to none."""
+        """Copy to call now, or None.
+
+        Calls that do not `begin` a prompt, such as those for later layers, go to the copy of the previous call, if any.
+        """
         if begins:
             number = self._counts[call]
             self._counts[call] += 1
@@ -54,8 +56,10 @@ def _copied(subject: Subject) -> Subject:
 
 
 def differ(one: object, other: object, most: float = 0.0) -> Tensor | bool:
-    """True where two answers are not the same, in more than a share `most` of a tensor's numbers: bool [] on their
-    device, or a plain one where no number has to be looked at."""
+    """True where two answers differ, in more than a share `most` of a tensor's elements.
+
+    A bool [] tensor on their device, or a Python bool where no element has to be compared.
+    """
     pairs = list(zip_longest(_leaves(one), _leaves(other)))
     tensors = [(a, b) for a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape]
     if any(not isinstance(a, Tensor) and a != b for a, b in pairs) or len(tensors) < sum(

@@ -15,7 +15,7 @@ class Rope:
 
     Pages hold keys with their rotary position (`absolute`), or without it; those are rotated when they are read, to
     their index in the cache (`cache_relative`) or to their true position (`pre_rope`; nothing may be evicted, so that
-    slot i holds token i, behind the tokens of all later tiers). Refuses a model whose keys cannot be rotated, and a
+    slot i holds token i, after the tokens of all later tiers). Refuses a model whose keys cannot be rotated, and a
     policy that would move slots away from their tokens.
 
     Args:
@@ -46,8 +46,10 @@ class Rope:
         return rotate(k.float(), -position[..., None].float() * self._inv_freq)
 
     def attach(self, tiers: list[TierPages], view: DecodeView | None) -> None:
-        """Attaches the angles that give the stored keys of one layer their positions to its tiers, ids [S, H, m];
-        without the view that the step was planned from, `cache_relative` keys are left as they lie."""
+        """Attaches position angles for one layer's stored keys to its tiers, ids [S, H, m].
+
+        Without the view that the step was planned from, `cache_relative` keys stay unrotated.
+        """
         if self.mode == "pre_rope":
             before = torch.zeros_like(tiers[0].num_k[:, 0])
             for index, tier in reversed(list(enumerate(tiers))):
@@ -59,8 +61,10 @@ class Rope:
             tier.rotation = self._cache_angles(view, tier.num_k[:, 0], tier)
 
     def _in_a_row(self, index: int, first: Tensor) -> InOrder:
-        """A tier's positions; where their numbers are looked at, the same object as long as they are the same, so that
-        a backend makes its tables once."""
+        """Positions of a tier.
+
+        While their values stay the same the same object is returned, so that a backend makes its tables once.
+        """
         known = self._known.get(index)
         if known is None or not self._looks or not torch.equal(known.first, first):
             known = self._known[index] = InOrder(first, self._inv_freq)
@@ -75,8 +79,7 @@ class Rope:
         return KeyRotation(self._inv_freq, self._policy.cache_positions(view.shown(), width).contiguous())
 
     def stripping(self, position: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Cosine and sine, fp32 [S, D_rot / 2], of what `strip` turns keys at positions (int64 [S]) by; None where it
-        leaves them."""
+        """Cosine and sine, fp32 [S, D_rot / 2], with which `strip` rotates keys at positions (int64 [S]), or None."""
         if self.mode == "absolute":
             return None
         angle = -position[:, None].float() * self._inv_freq
@@ -88,17 +91,21 @@ class Rope:
         return None if self.mode == "absolute" else self._inv_freq
 
     def rotate_past(self, keys: Tensor, live: Tensor, seen: int) -> Tensor:
-        """Keys of one row, fp32 [H, n, D] in the order of their age (`live` [H, n] are no padding), as the tokens of a
-        prompt's next chunk attend to them: `cache_relative` ones at their index in the cache, which the chunk continues
-        behind `seen` tokens; the others as they are."""
+        """Rotates keys of one row, fp32 [H, n, D] ordered by age, for attention from a prompt's next chunk.
+
+        `live` [H, n] excludes padding. `cache_relative` keys are rotated to their index in the cache, which the chunk
+        continues after `seen` tokens; other keys are unchanged.
+        """
         if self.mode != "cache_relative":
             return keys
         index = torch.arange(keys.shape[1], device=keys.device) + seen - live.sum(1, keepdim=True)
         return rotate(keys, index[..., None].float() * self._inv_freq)
 
     def attach_all_layers(self, tiers: list[TierPages], view: DecodeView | None) -> bool:
-        """Attaches angles for all layers at once, ids [S, L, H, m]; False where lists differ in length and need their
-        own angles, or where the angles depend on the layer."""
+        """Attaches angles for all layers at once, ids [S, L, H, m]; returns False where that is impossible.
+
+        Lists of different lengths need angles of their own, as do angles that depend on the layer.
+        """
         if self.mode == "absolute":
             return True
         if self.mode == "pre_rope" or view is None or len(tiers) != 1:
@@ -110,9 +117,11 @@ class Rope:
         return True
 
     def _cache_angles(self, view: DecodeView, held: Tensor, tier: TierPages) -> Tensor:
-        """The angles fp32 [S, m * T, D_rot / 2] that put each stored key at its index in the cache, seen from the
-        newest token: the query keeps its true position, and keys move so that the distances are those in the cache.
-        `held` int64 [S] are the slots per list, the newest token's included."""
+        """Angles fp32 [S, m * T, D_rot / 2] that put each stored key at its cache index, relative to the newest token.
+
+        The query keeps its true position, and keys move so that distances are those in the cache. `held` int64 [S] are
+        the slots per list, the newest token's included.
+        """
         width = tier.ids.shape[-1] * tier.fmt.tokens_per_page
         age = self._policy.cache_positions(view.shown(), width)
         shift = view.tokens_seen - (held - 1)

@@ -44,17 +44,19 @@ class Rotation:
         return self._turn is None
 
     def apply(self, x: Tensor) -> Tensor:
-        """x [..., D] in the channels of the store, in its own dtype."""
+        """Rotate `x` [..., D] into the channels of the store, in its dtype."""
         return x if self._turn is None else self._turn(x.float()).to(x.dtype)
 
     def back(self, x: Tensor) -> Tensor:
-        """x [..., D] from the channels of the store, in its own dtype."""
+        """Rotate `x` [..., D] back from the channels of the store, in its dtype."""
         return x if self._turn_back is None else self._turn_back(x.float()).to(x.dtype)
 
 
 def hadamard(head_dim: int, most: int | None = None, *, randomised: bool = True) -> Tensor:
-    """The matrix, fp32 [D, D] and orthogonal: signs times a Hadamard matrix, in blocks of the largest power of two that
-    divides the head dim, of `most` channels at most."""
+    """Orthogonal matrix fp32 [D, D]: random signs times a Hadamard matrix.
+
+    In blocks of the largest power of two that divides the head dim, of at most `most` channels.
+    """
     block = min(head_dim & -head_dim, most or head_dim)
     matrix = torch.ones(1, 1)
     while len(matrix) < block:
@@ -75,8 +77,7 @@ class Rotations:
 
 
 def rotations_of(kind: Kind, policy: Policy, head_dim: int, device: torch.device, backend: Backend) -> Rotations:
-    """Rotations of a store: those of its option, and those that belong to a tier's format; raises ValueError where
-    `check_rotation` does."""
+    """Rotations of a store's option and of its tiers' formats; raises the errors of `check_rotation`."""
     kinds = check_rotation(kind, policy)
     if "llama.cpp" not in kinds:
         matrix = hadamard(head_dim).to(device) if kinds else None
@@ -89,8 +90,11 @@ def rotations_of(kind: Kind, policy: Policy, head_dim: int, device: torch.device
 
 
 def check_rotation(kind: Kind, policy: Policy) -> set[str]:
-    """Rotated sides: none, `keys`, `both`, or as `llama.cpp` does. Refuses a rotation where stored keys get their
-    position on reading, in the model's own channels, and formats with different ones."""
+    """Rotated sides: none, `keys`, `both`, or those of `llama.cpp`.
+
+    Refuses a rotation where stored keys get their position on reading, in the model's channel basis, and formats with
+    different rotations.
+    """
     tier_kinds: set[str] = {tier.rotated for tier in policy.tiers if kind != "off" and tier.rotated != "none"}
     kinds: set[str] = {"both"} if kind == "hadamard" else tier_kinds
     if "llama.cpp" in kinds and len(kinds) > 1:

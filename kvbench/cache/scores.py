@@ -17,8 +17,11 @@ from kvbench.policy import ALL_QUERIES, GONE, AttentionCall, Policy, Replay, Sta
 
 
 class QueryRing:
-    """Last queries of every row and layer, in 16 bits, for statistics that read them at a bulk eviction; the query of
-    position p is entry p modulo the ring's length. Queries are stored with the factor on attention logits applied."""
+    """Last queries of every row and layer, in 16 bits, for statistics that read them at a bulk eviction.
+
+    The query of position p is entry p modulo the ring's length. Queries are stored with the factor on attention logits
+    applied.
+    """
 
     def __init__(self, num_queries: int, rows: int, shape: ModelShape, dtype: torch.dtype) -> None:
         self.num_queries = num_queries
@@ -46,8 +49,7 @@ class QueryRing:
         self._ring[row, layer][:, where] = last
 
     def hold_step(self, rows: Tensor, tokens_seen: Tensor, queries: list[tuple[Tensor, float]]) -> None:
-        """Takes a decode step's queries [S, Hq, D] and factors on them, of one layer after the other; int64 [S] is
-        their position."""
+        """Stores a decode step's queries [S, Hq, D] and logit factors, layer by layer; int64 [S] is their position."""
         scales = {scale for _, scale in queries}
         if len(scales) == 1:
             scaled = torch.stack([q for q, _ in queries], 1).float() * scales.pop()
@@ -66,8 +68,10 @@ class QueryRing:
 
 
 class Scores:
-    """The statistics of one method over pages. Refuses declarations that do not go together, and a model that lacks
-    what a statistic looks at."""
+    """Statistics of one method over pages.
+
+    Refuses inconsistent declarations, and a model without a tensor that a statistic reads.
+    """
 
     def __init__(
         self,
@@ -123,8 +127,10 @@ class Scores:
         return score
 
     def _check_replay(self, layer: int, score: Tensor, ask: Callable[[Statistic], Tensor]) -> None:
-        """Refuses scores of a prompt that a statistic of the same settings does not give, by one layer of some prompts,
-        another layer each time. Not on a device: the host would wait."""
+        """Refuses prompt scores that a fresh statistic of the same settings does not reproduce.
+
+        One layer of some prompts is checked, another layer each time. Not on a device: it would synchronise.
+        """
         if self.second is None or score.device.type != "cpu":
             return
         other = self.second.of("of_prompt", begins=layer == self._first_layer)
@@ -192,8 +198,10 @@ class Scores:
         return out
 
     def of_slots(self, rows: Tensor, tokens_seen: Tensor) -> Tensor:
-        """Scores of what the pages of rows (int64 [S]) at so many tokens (int64 [S]) hold: fp32 [1 + len(also), S, L,
-        H, n], n the slots of the longest list's pages; 0 past a list's end."""
+        """Scores fp32 [1 + len(also), S, L, H, n] of the pages of rows (int64 [S]) at `tokens_seen` tokens (int64 [S]).
+
+        n is the slots of the longest list's pages; 0 past a list's end.
+        """
         pages, statistic = self._pages, self.spec.statistic
         if pages.on_device:  # the host goes from row to row and waits for each: the record of a run says so
             pages.backend.fallbacks.add("of_slots")
@@ -239,8 +247,10 @@ class Scores:
 
     @property
     def takes_lse(self) -> bool:
-        """True if the log-sum-exp of a prompt's attention saves a pass: where all queries count. Of a few last ones it
-        is made anew in no time."""
+        """True if the log-sum-exp of a prompt's attention saves a pass, as where all queries count.
+
+        For a few last queries it is cheap to recompute.
+        """
         spec = self.spec
         return self._pages.backend.takes_lse and spec.prefill_queries == ALL_QUERIES and spec.query_reduce == "sum"
 
@@ -256,8 +266,10 @@ class Scores:
         return "score" in spec.track and spec.decode_update and spec.statistic.answers("of_step")
 
     def of_token(self, k: Tensor, v: Tensor, offsets: Tensor | None = None) -> Tensor:
-        """Scores fp32 [...] of tokens as they are written, from keys and values [..., D] as the store takes them, and
-        from what the keys are stored less."""
+        """Scores fp32 [...] of tokens as they are written, from keys and values [..., D] in the store's form.
+
+        `offsets` are what is subtracted from stored keys.
+        """
         k = self._rotations.keys.back(k)
         k = k if offsets is None else back(k, offsets)
         return self.spec.statistic.of_token(k, self._rotations.values.back(v))
@@ -265,9 +277,11 @@ class Scores:
     def add_step(
         self, tokens_seen: Tensor, prompt_tokens: Tensor, tiers: list[TierPages], reduced: list[Tensor]
     ) -> None:
-        """Brings stored scores up to date after a step at position `tokens_seen` int64 [S], of one layer, or of
-        several, whose heads H are in a row, by per tier fp32 [S, H, n] probabilities, the group reduced; none when a
-        step updates nothing."""
+        """Updates stored scores after a step at position `tokens_seen` int64 [S].
+
+        For one layer, or for several with their heads H concatenated, from probabilities fp32 [S, H, n] per tier,
+        reduced over the group; no tiers when a step updates nothing.
+        """
         spec, pages = self.spec, self._pages
         if spec.statistic.answers("of_step"):
             num_keys = torch.stack([tier.num_k for tier in tiers]).sum(0)[..., None]
@@ -314,8 +328,10 @@ def _checked(
     *others: Tensor | None,
     shape: tuple[int, ...] | None = None,
 ) -> Tensor:
-    """The answer of a statistic about keys [H, n, D] and what else it saw, once it is what the contract says: finite
-    numbers per token, unless `shape` says otherwise."""
+    """Returns a statistic's score of keys [H, n, D] after checking it against the contract.
+
+    It must be finite numbers per token, unless `shape` says otherwise.
+    """
     if shape is None:
         shape = tuple(k.shape[:2]) if not statistic.also else (1 + len(statistic.also), *k.shape[:2])
     name = call_of(statistic, call)

@@ -10,13 +10,14 @@ from kvbench.policy import Budget, Policy
 
 
 class SolvedBudget:
-    """The tokens per list that each row may keep, so that all it comes to hold stays within a budget in bytes:
-    `tokens`, int64 [rows], as `open` found them; empty without a `budget`.
+    """Tokens per list that each row may keep within a budget in bytes.
+
+    `tokens`, int64 [rows], as solved by `open`; empty without a `budget`.
 
     All of it counts: pages, also those that are not full, with their tracked fields; page tables and counters; rings.
     The row is sized for the longest answer that it was opened for, and misses the budget then by less than a page per
     list. Where lists share the budget unequally, the waste of their last pages is not known before the plan, so the
-    most that it can be is taken. `fixed_bytes` gives the bytes of a row beside its pages, by the tokens of its prompt
+    most that it can be is taken. `fixed_bytes` gives the bytes of a row outside its pages, by the tokens of its prompt
     and the most that follow it, and `other_kinds` count what layers of other kinds hold.
     """
 
@@ -47,8 +48,10 @@ class SolvedBudget:
             self.tokens[row] = self.solve(prompt_tokens, new_tokens)
 
     def solve(self, prompt_tokens: int, new_tokens: int) -> int:
-        """Most tokens per list (their mean, where lists share the budget) that stay within the budget, for a prompt and
-        most tokens read behind it; refuses a budget that is too small, and names the smallest."""
+        """Most tokens per list that stay within the budget for a prompt and at most `new_tokens` after it.
+
+        The mean, where lists share the budget. Refuses a budget that is too small, and names the smallest.
+        """
         assert self.budget is not None
         step, budget = self._policy.budget_step, int(self.budget.value)
         low = -(-self._policy.least_tokens(prompt_tokens) // step)

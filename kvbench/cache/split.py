@@ -47,8 +47,11 @@ def make_holding(
     pool: type[PagePool],
     counts: dict[torch.device, AsyncCounts],
 ) -> "Paged | Split":
-    """Makes the parts of a cache, empty; `max_slots` is the most of one list, and `counts` gets an `AsyncCounts` per
-    device, where there is none yet. Raises ValueError where the policy does not fit the model or the options."""
+    """Makes the empty parts of a cache.
+
+    `max_slots` is the limit of one list, and `counts` gets an `AsyncCounts` per device, where there is none yet. Raises
+    ValueError where the policy does not fit the model or the options.
+    """
     rows += backend.keeps_tables  # the spare one, which pads captured steps
     copies = shape.num_q_heads // shape.num_kv_heads if policy.granularity == "q_head" else 1
     table: list[list[int]] | None = None  # the tier of every list of the model, where these differ
@@ -104,8 +107,10 @@ def make_holding(
 
 
 class Split(Parts):
-    """Layers of a model in several parts, and heads in several processes; refuses a policy whose statistic cannot be
-    computed from some of the heads."""
+    """Layers of a model in several parts, and heads in several processes.
+
+    Refuses a policy whose statistic cannot be computed from some of the heads.
+    """
 
     def __init__(self, policy: Policy, shape: ModelShape, parts: Sequence[Paged]) -> None:
         self.policy, self.parts, self._ranks = policy, parts, shape.ranks
@@ -132,8 +137,10 @@ class Split(Parts):
         return SplitView(views, self._ranks, self.policy.score)
 
     def open(self, rows: Rows) -> list[PagedStep]:
-        """Does what `Paged.open` does, by a plan over everything before any place changes. Where one of the places has
-        no page, others may have reserved theirs by then, so that the rows can only be closed."""
+        """See `Paged.open`; one plan over everything precedes any change.
+
+        If one part has no page, others may already have reserved theirs, so that the rows can only be closed.
+        """
         if whose := self.due.whose(rows.numbers, lambda: self.view(rows)):
             self.compact(Rows.of(whose, self.parts[0].shape.device))
         asks = self.policy.residual is None and self.policy.decides_steps
@@ -190,8 +197,10 @@ class SplitView(SlotsView):
         return self._ranks.most(max(view.num_columns(tier) for view in self._views))
 
     def _gathered(self, of: Callable[[PagesView], Tensor], lead: int = 0) -> Tensor:
-        """Tensors [.., S, L, H] or [.., S, L, H, n] of all parts, with `lead` dimensions before, as one; shorter ones
-        are padded to the longest n."""
+        """Concatenates tensors [.., S, L, H] or [.., S, L, H, n] of all parts, with `lead` leading dimensions.
+
+        Shorter ones are padded to the longest n.
+        """
         tensors = [of(view).to(self.tokens_seen.device) for view in self._views]
         if tensors[0].ndim == lead + 4:
             widest = self._ranks.most(max(x.shape[-1] for x in tensors))

@@ -20,9 +20,11 @@ Attend = Callable[..., Tensor]  # layer, q, k, v, scale; of a step that `turns` 
 
 
 class PageSelection:
-    """The pages that one decode step reads under a policy's `ReadSpec`, and how many bytes that is: of lists that hold
-    int64 [S, L, H] slots, the new token's among them, in layers from the model's `first_layer` on. `most` are the pages
-    of a list at most, where the host is not to ask for the largest count."""
+    """Pages that one decode step reads under a policy's `ReadSpec`, and their bytes.
+
+    Lists hold int64 [S, L, H] slots, the new token's included, in layers from the model's `first_layer` on. `most`
+    bounds the pages of a list, where the host must not read the largest count.
+    """
 
     def __init__(
         self, spec: ReadSpec, fmt: PageFormat, view: DecodeView, held: Tensor, first_layer: int, most: int | None
@@ -44,8 +46,10 @@ class PageSelection:
         return pages.backend.choose_pages(q, pages.pool.pages, tier, choice.count, choice.width, choice.group)
 
     def totals(self) -> Tensor:
-        """fp64 [S, 2]: per row, the bytes that the step reads (slots, and the bounds of all pages of a list of which
-        some are left out) and those that it would read of everything."""
+        """Bytes per row, fp64 [S, 2], that the step reads, and that it would read without page selection.
+
+        Read are slots, and the bounds of all pages of a list of which some are skipped.
+        """
         fmt, held = self._fmt, self._held
         num_pages = (held + fmt.tokens_per_page - 1) // fmt.tokens_per_page
         # Of the others, the last may not be full.
@@ -58,9 +62,11 @@ class PageSelection:
 
 
 class PagedStep:
-    """A decode step over pages, planned (by the policy, unless a plan is given) and with its slots reserved. Nothing
-    was changed when that raises: `PoolExhausted` where there is no page for a new slot, `ValueError` where the plan
-    breaks a rule or a page table is full."""
+    """Decode step over pages, planned (by the policy, unless a plan is passed) and with its slots reserved.
+
+    Nothing has changed when that raises: `PoolExhausted` without a page for a new slot, `ValueError` where the plan
+    breaks a rule or a page table is full.
+    """
 
     turns = False  # `door` takes a rotation of queries and keys as well
     reads: PageSelection | None = None  # chooses what to read of each layer, and counts it; None = everything is read
@@ -93,8 +99,10 @@ class PagedStep:
             self.reads = PageSelection(reading, pages.formats[0], self.view, held, self.holding.first_layer, most)
 
     def _take(self, lists: Tensor, plan: DecodePlan, which: list[tuple[int, Tensor | slice]]) -> tuple[Tensor, Tensor]:
-        """Page and slot in it of each list's incoming token, int64 [M], once what it displaces has gone; `which` are
-        the tiers that take it, each with the indices of its lists."""
+        """Page and slot of each list's incoming token, int64 [M], after the displaced one was removed.
+
+        `which` are the tiers that take it, each with the indices of its lists.
+        """
         pages, policy = self.pages, self.holding.policy
         page, slot = torch.empty_like(lists), torch.empty_like(lists)
         with pages.undone() as done:
@@ -131,9 +139,10 @@ class PagedStep:
     # How a layer is attended to: as the model gives it, then as pages take it, all at once or operation by operation.
 
     def door(self) -> Attend:
-        """Attention of a layer as the model gives it: q [S, Hq, D], k and v [S, KV heads, D], post-RoPE; writes the new
-        token, attends over everything held, adds to the scores, and returns [S, Hq, D],
-        fp32 or the dtype of `q`."""
+        """Attention function of a layer: q [S, Hq, D], k and v [S, KV heads, D], post-RoPE, to [S, Hq, D].
+
+        Writes the new token, attends over everything held, adds to the scores, and returns fp32 or the dtype of `q`.
+        """
         fused = self.fused()
         inner = self.attend if fused is None else fused.attend
         strips = self.strips and not (fused is not None and fused.strips)
@@ -200,8 +209,7 @@ class PagedStep:
         return out
 
     def attend_stored(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Attention of other queries [S, Hq, D] over a layer that has its token, of the keys and values that `door` was
-        given; [S, Hq, D]."""
+        """Attention of other queries [S, Hq, D] over a layer whose token is written by `door`; [S, Hq, D]."""
         holding, pages = self.holding, self.pages
         q, _, _ = holding.to_pages(layer, q, k, v, self.orders, self.offsets)
         tiers, ring = self._held(layer)
@@ -218,10 +226,9 @@ class PagedStep:
     # Whole layers in one call.
 
     def fused(self) -> FusedStep | None:
-        """A step that does a whole layer in one call, with the same `attend`; None where the backend does not cover
-        it."""
+        """Step that does a whole layer in one call, with the same `attend`; None where the backend has none."""
         pages, scores = self.pages, self.holding.scores
-        if scores.writes_tokens or pages.codebooks is not None:  # no such operation knows tables that belong to a layer
+        if scores.writes_tokens or pages.codebooks is not None:  # no such operation supports tables of a layer
             return None
         if not pages.on_device:
             # In main memory none settles scores, chooses the pages that it reads, or rotates keys that leave a buffer.
@@ -233,7 +240,7 @@ class PagedStep:
     def _fuse(self) -> FusedStep | None:
         if (tiers := self.pages.tier_map) is None:
             return self._fuse_tiers(range(len(self.pages.formats)))
-        if tiers.by_head:  # a call knows one format to write in
+        if tiers.by_head:  # a call writes in one format
             return None
         steps = {tier: self._fuse_tiers([tier]) for tier in tiers.tiers}
         by_layer = [step for row in tiers.table if (step := steps[row[0]]) is not None]
@@ -280,8 +287,7 @@ class PagedStep:
         )
 
     def _opened(self, update: ScoreUpdate | None = None, gives: bool = False, **operands: Any) -> dict[str, Any]:
-        """Operands that both take: scores that are added or replaced, or that the step `gives`, and further
-        `operands`."""
+        """Operands that both take: scores that are added, replaced, or returned (`gives`), and further `operands`."""
         spec = self.holding.policy.score
         near = 0 if gives else spec.skip_near
         scores = StepScores(power=spec.power, group=spec.group_reduce, update=update, gives=gives, skip_near=near)
@@ -310,8 +316,10 @@ class MappedStep(FusedStep):
 
 
 class SettledStep(FusedStep):
-    """A step whose layers give their scores away; `settle` takes the first of some layers and the scores of each, and
-    of many layers at once the statistic makes what is stored."""
+    """Step whose layers return their scores.
+
+    `settle` takes the first of some layers and the scores of each; the statistic processes many layers at once.
+    """
 
     def __init__(self, step: FusedStep, num_layers: int, settle: Callable[[int, list[Sequence[Tensor]]], None]) -> None:
         self._step, self._num_layers, self._settle, self.strips = step, num_layers, settle, step.strips

@@ -39,8 +39,10 @@ Rotation = tuple[Tensor, Tensor]  # cosines and sines
 
 
 class CompressedStore:
-    """Pages, tables and buffers of all rows of a batch, under one policy; `max_prompt_tokens` and `max_new_tokens` size
-    the page tables. Refuses a policy that does not fit the model or the options.
+    """Pages, tables and buffers of all rows of a batch, under one policy.
+
+    `max_prompt_tokens` and `max_new_tokens` size the page tables. Refuses a policy that does not fit the model or the
+    options.
 
     Attributes:
         pages, counters: Those of the first part; counters are alike in all.
@@ -64,7 +66,7 @@ class CompressedStore:
     ) -> None:
         policy.check_model(shape.num_layers, shape.num_kv_heads)
         self.policy, self.shape, self.backend = policy, shape, backend
-        counts = {} if counts is None else counts  # of all kinds of layers, so that one copy tells the host of a step
+        counts = {} if counts is None else counts  # of all kinds of layers, so that a step needs one copy to the host
         as_method = options.windows == "method"
         other_options = StoreOptions(
             rotation=options.rotation if as_method else "none",
@@ -138,12 +140,12 @@ class CompressedStore:
     @property
     def takes_chunks(self) -> bool:
         """True if a later prompt segment may come at once (`append_chunk`); otherwise it comes token by token."""
-        # Once a layer has written a chunk, others that share its keys could not tell it from what came before.
+        # Once a layer has written a chunk, layers that share its keys could not separate it from earlier tokens.
         return self.holding.takes_chunks and not self.shape.shared and all(x.takes_chunks for x in self.other_kinds)
 
     @property
     def layers(self) -> "list[tuple[CompressedStore, int]]":
-        """Of all layers that have keys and values, in the model's order, what `kind_of` gives."""
+        """Results of `kind_of` for all layers that have keys and values, in the model's order."""
         return [self.kind_of(layer) for layer in sorted(self.shape.kinds)]
 
     def kind_of(self, layer: int) -> "tuple[CompressedStore, int]":
@@ -158,9 +160,11 @@ class CompressedStore:
         return self.holding.view(Rows(rows))
 
     def open_row(self, new_tokens: int | None = None, instruction_tokens: int = 0, number: int | None = None) -> int:
-        """Takes an empty row, of any `number` unless one is given. Most `new_tokens` will be read behind the prompt,
-        for which a budget in bytes is solved (None = as many as the store was made for); its first `instruction_tokens`
-        are its instruction, for methods that ask."""
+        """Takes an empty row, the one of `number` if that is passed.
+
+        At most `new_tokens` will be read after the prompt, for which a budget in bytes is solved (None = as many as the
+        store was made for); its first `instruction_tokens` are its instruction, for methods that use it.
+        """
         row = self._free_rows[0] if number is None else number
         self.prompts.new_tokens[row] = self._max_new_tokens if new_tokens is None else new_tokens
         self.ledger.open(row)
@@ -171,8 +175,10 @@ class CompressedStore:
         return row
 
     def close_row(self, row: int) -> None:
-        """Returns all pages of a row and the row itself, and ends a step that is under way. When it fails for lack of
-        memory it may be called again: returned pages are not returned twice."""
+        """Returns all pages of a row and the row itself, and ends a step in progress.
+
+        When it fails for lack of memory it may be called again: returned pages are not returned twice.
+        """
         self._chunks.forget(row)
         self.prompts.forget(row)  # first, since this needs no memory and gives some back
         self._end()
@@ -184,8 +190,11 @@ class CompressedStore:
         self._free_rows.append(row)
 
     def fork_row(self, source: int, *, share: bool = True) -> int:
-        """Opens a row that holds what another one holds: in the same pages, of which one is copied once one of the rows
-        writes to it, unless `share` is False. Raises PoolExhausted without room; after an error no new row is open."""
+        """Opens a row with the contents of another one.
+
+        Pages are shared until one of the rows writes to them, unless `share` is False. Raises PoolExhausted without
+        room; after an error no new row is open.
+        """
         row = self.open_row()
         try:
             for each in self.kinds:
@@ -201,9 +210,11 @@ class CompressedStore:
     def prompt_attention(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float
     ) -> tuple[Tensor, Tensor | None]:
-        """Exact causal attention of a layer of a whole prompt, q [Hq, N, D], k and v [KV heads, N, D], which stores
-        nothing: [Hq, N, D] in the same dtype; and fp32 [Hq, N] the log-sum-exp of every query's logits, where the
-        policy's scores can use it."""
+        """Exact causal attention of a layer of a whole prompt; stores nothing.
+
+        Takes q [Hq, N, D], k and v [KV heads, N, D]. Returns [Hq, N, D] in the same dtype, and fp32 [Hq, N] the
+        log-sum-exp of every query's logits, where the policy's scores can use it.
+        """
         softmax = self._softmax_of(layer)
         if self.shape.window is not None:
             return self.backend.window_attention(q, k, v, None, 0, self.shape.window, scale, softmax), None
@@ -214,9 +225,11 @@ class CompressedStore:
     def replay_attention(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, past_k: Tensor, past_v: Tensor, scale: float
     ) -> Tensor:
-        """Exact attention of a layer's tokens, q [Hq, m, D], k and v [KV heads, m, D], behind an uncompressed prompt
-        [KV heads, N, D] over it and themselves, causally; stores nothing. Returns [Hq, m, D], fp32 or the dtype of
-        `q`."""
+        """Exact causal attention of a layer's tokens after an uncompressed prompt; stores nothing.
+
+        Takes q [Hq, m, D], k and v [KV heads, m, D], and the prompt's keys and values [KV heads, N, D]. Returns [Hq, m,
+        D], fp32 or the dtype of `q`.
+        """
         softmax = self._softmax_of(layer)
         if self.shape.window is not None:
             position = torch.arange(past_k.shape[1], device=q.device).expand(len(past_k), -1)
@@ -241,8 +254,10 @@ class CompressedStore:
         replays: tuple[Replay, ...] = (),
         lse: Tensor | None = None,
     ) -> None:
-        """Scores, plans and writes one layer of a prompt (for scope `model`, and with a probe, all layers once the last
-        one arrives); the arguments are those of `measure`."""
+        """Scores, plans and writes one layer of a prompt; the arguments are those of `measure`.
+
+        For scope `model`, and with a probe, all layers are written once the last one arrives.
+        """
         scored = self.measure(layer, q, k, v, scale, call, replays, lse)
         if self.watcher is not None:
             self.watcher(scored, q, scale)
@@ -266,7 +281,7 @@ class CompressedStore:
                 post-RoPE keys and values, uncompressed.
             call: The model's call of the layer's attention, for statistics that need it.
             replays: Results of the passes of the policy's probe.
-            lse: As `prompt_attention` gave it beside its output; made again where it is missing and wanted, so that
+            lse: From `prompt_attention`; recomputed where it is missing and needed, so that
                 scores do not depend on where a prompt came from.
         """
         _, part = self.holding.part_of(layer)
@@ -298,16 +313,20 @@ class CompressedStore:
             each._chunks.open(row, prompt_tokens)
 
     def read_chunk(self, row: int, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Attends from one layer of a prompt's next chunk, q [Hq, n, D], k and v [KV heads, n, D], post-RoPE, to what
-        is held and to itself, then plans and writes it; the last layer of the last chunk ends the prompt. Returns [Hq,
-        n, D], fp32 or the dtype of `q`."""
+        """Attends from one layer of a prompt's next chunk to held tokens and the chunk, then plans and writes it.
+
+        Takes q [Hq, n, D], k and v [KV heads, n, D], post-RoPE; the last layer of the last chunk ends the prompt.
+        Returns [Hq, n, D], fp32 or the dtype of `q`.
+        """
         self.holding.collect()
         part = self.holding.parts[0]
         return self._chunks.read(row, layer, q, part.copied(k, 0), part.copied(v, 0), scale)
 
     def append_chunk(self, row: int, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Appends a segment, q [Hq, n, D], k and v [KV heads, n, D], to tier 0 and attends over pages and segment; only
-        where `takes_chunks`. Returns fp32 [Hq, n, D]."""
+        """Appends a segment to tier 0 and attends over pages and segment; only where `takes_chunks`.
+
+        Takes q [Hq, n, D], k and v [KV heads, n, D]. Returns fp32 [Hq, n, D].
+        """
         _, part = self.holding.part_of(layer)
         part.pages.counts.collect()
         self.holding.forget(row)
@@ -318,8 +337,10 @@ class CompressedStore:
         return out
 
     def begin_step(self, rows: Tensor | Sequence[int] | Rows) -> None:
-        """Plans one decode step for all layers and heads of the rows (int64 [S], or as the host knows them), applies
-        it, and fixes where each layer will write. With `Rows` the caller collects what the device tells the host.
+        """Plans one decode step for all layers and heads of the rows, applies it, and fixes each layer's write slots.
+
+        Rows are int64 [S], or a `Rows` with host numbers; with `Rows` the caller collects what the device sends to the
+        host.
 
         Raises:
             PoolExhausted: No page for a new slot; nothing was changed, except that a bulk eviction that was due has
@@ -339,17 +360,22 @@ class CompressedStore:
             each._doors = [step.door() for step in each._steps]
 
     def compact(self, rows: Sequence[int]) -> None:
-        """Evicts in bulk from rows, between two steps, by the policy's `plan_compact`. Raises PoolExhausted where rows
-        share pages that there is no room to copy, and ValueError as `begin_step` does."""
+        """Evicts in bulk from rows, between two steps, by the policy's `plan_compact`.
+
+        Raises PoolExhausted where rows share pages and there is no room to copy them, and ValueError as `begin_step`
+        does.
+        """
         self._end()
         self.holding.collect()
         self.holding.compact(Rows.of(list(rows), self.shape.device))
         self.holding.send()
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, *turn: Rotation) -> Tensor:
-        """Writes the new token of one layer, attends over everything held, and adds to the scores: q [S, Hq, D], k and
-        v [S, KV heads, D], post-RoPE, or to be rotated by cosines and sines [S, D / 2], where the step `turns`. Returns
-        [S, Hq, D], fp32 or the dtype of `q`."""
+        """Writes the new token of one layer, attends over everything held, and adds to the scores.
+
+        Takes q [S, Hq, D], k and v [S, KV heads, D], post-RoPE, or to be rotated by cosines and sines [S, D / 2], where
+        the step `turns`. Returns [S, Hq, D], fp32 or the dtype of `q`.
+        """
         assert self._doors, "begin_step comes first"
         index, part = self.holding.part_of(layer)
         return self._doors[index](layer - part.first_layer, q, k, v, scale, *turn)
@@ -365,8 +391,10 @@ class CompressedStore:
         return self._steps[self.holding.part_of(layer)[0]].turns
 
     def attend_stored(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Attends over a layer that has its new token, for another layer of the model that shares its keys; arguments
-        and result as of `attend`. Writes nothing, and adds nothing to scores."""
+        """Attends over a layer that has its new token, for another layer of the model that shares its keys.
+
+        Arguments and result are those of `attend`. Writes nothing, and adds nothing to scores.
+        """
         index, part = self.holding.part_of(layer)
         return self._steps[index].attend_stored(layer - part.first_layer, q, k, v, scale)
 
@@ -410,7 +438,7 @@ class CompressedStore:
         return all(each.pages.pool.takes(most) for each, most in zip(self.kinds, most_pages, strict=True))
 
     def note_replay(self, numbers: Sequence[int], log: ReplayLog) -> None:
-        """Does what the host does in a captured step of rows, once its replay is launched."""
+        """Repeats the host's part of a captured step of rows, once its replay is launched."""
         for each in self.kinds:
             each.holding.parts[0].note_replay(numbers)
         self.pages.counts.resend(log)

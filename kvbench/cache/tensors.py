@@ -51,8 +51,10 @@ class Measurer:
 
 
 class MeasuredTensors(LayerTensors):
-    """A layer, or those of its KV heads (`heads` int64 [h] of `num_heads`) that hold as many tokens: k, v [h, n, D] and
-    pos int64 [h, n] in the order of positions, so many `tokens_seen`."""
+    """A layer, or those of its KV heads (`heads` int64 [h] of `num_heads`) that hold equally many tokens.
+
+    k, v [h, n, D] and pos int64 [h, n] in position order, at `tokens_seen` tokens.
+    """
 
     def __init__(
         self,
@@ -93,7 +95,7 @@ class MeasuredTensors(LayerTensors):
         return self._chosen(self.measurer.shape.ranks.local(x, 0))
 
     def _chosen(self, x: Tensor) -> Tensor:
-        """Of what this process has of all heads, along the first dimension, that of `heads`."""
+        """Entries of `heads`, along the first dimension, of the local part of all heads."""
         return x if self._heads is None else x.unflatten(0, (self._num_heads, -1))[self._heads].flatten(0, 1)
 
     def _pooled(self, columns: Tensor, queries: int) -> Tensor:
@@ -102,9 +104,12 @@ class MeasuredTensors(LayerTensors):
 
 
 class PromptTensors(MeasuredTensors):
-    """One layer of a prompt: q [Hq, N, D] or None where the prompt comes without; k, v [H, N, D] at the cache's
-    granularity; the arguments of the attention call, the results of further passes, and fp32 [Hq, N] the log-sum-exp of
-    every query's logits, where they are at hand."""
+    """One layer of a prompt.
+
+    q [Hq, N, D], None if the prompt comes without queries; k, v [H, N, D] at the cache's granularity; the arguments of
+    the attention call, the results of further passes, and fp32 [Hq, N] the log-sum-exp of every query's logits, if
+    available.
+    """
 
     def __init__(
         self,
@@ -157,8 +162,10 @@ class PromptTensors(MeasuredTensors):
 
 
 class SlotTensors(MeasuredTensors):
-    """Slots of a row as pages give them back, with q [Hq, w, D] the last queries of all heads, and fp32 [h, n] tracked
-    scores, or None."""
+    """Slots of a row as read from pages.
+
+    With q [Hq, w, D] the last queries of all heads, and fp32 [h, n] tracked scores, or None.
+    """
 
     def __init__(
         self, measurer: Measurer, layer: int, *, q: Tensor | None, stored: Tensor | None, **slots: Any
@@ -179,9 +186,11 @@ class SlotTensors(MeasuredTensors):
 
 
 class ChunkTensors(MeasuredTensors):
-    """Held tokens of a prompt that is read in chunks, the newest chunk included, whose queries of all heads are q [Hq,
-    n, D]. `before`, fp32 [h, m], are the sums over the queries of earlier chunks, None where only the newest queries
-    count; `summed` adds those of this chunk, once a statistic has read them."""
+    """Held tokens of a prompt that is read in chunks, the newest chunk included, whose queries are q [Hq, n, D].
+
+    `before`, fp32 [h, m], are the sums over the queries of earlier chunks, None where only the newest queries count;
+    `summed` adds those of this chunk, once a statistic has read them.
+    """
 
     def __init__(self, measurer: Measurer, layer: int, *, q: Tensor, before: Tensor | None, **held: Any) -> None:
         super().__init__(measurer, layer, **held)
@@ -205,7 +214,7 @@ class ChunkTensors(MeasuredTensors):
         return summed
 
     def _columns(self, below_uniform: bool) -> Tensor:
-        """Column sums as of `reference.prompts`, fp32 [Hq, m], for queries that stand behind keys with gaps."""
+        """Column sums as of `reference.prompts`, fp32 [Hq, m], for queries that stand after keys with gaps."""
         spec, heads, q_pos = self.measurer.spec, len(self.k), self.q_pos
         grouped, keys = self.grouped(self.q), self.k.float().transpose(1, 2)
         shape = heads, grouped.shape[1], self.k.shape[1]

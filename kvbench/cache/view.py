@@ -20,8 +20,10 @@ By = Literal["mean", "score", "pos"]
 
 
 class SlotsView(DecodeView):
-    """A view that finds slots among all that `slots` gives; of queries those count that the policy's `ScoreSpec` has in
-    its `prefill_queries` and `skip_near`."""
+    """View that searches all slots of `slots`.
+
+    Queries count by `prefill_queries` and `skip_near` of the policy's `ScoreSpec`.
+    """
 
     def __init__(self, spec: ScoreSpec) -> None:
         self._spec = spec
@@ -31,8 +33,11 @@ class SlotsView(DecodeView):
         """Slots of each list that `slots` shows, held or not."""
 
     def mean_score(self, tier: int) -> Tensor:
-        """Score divided by the queries counted so far, fp32 [S, L, H, n]: a prompt token counts the prompt queries of
-        the ScoreSpec from itself on, or from its `skip_near`, then one per decode step."""
+        """Score divided by the queries counted so far, fp32 [S, L, H, n].
+
+        A prompt token counts the prompt queries of the ScoreSpec from itself on, or from its `skip_near`, then one per
+        decode step.
+        """
         arrays, spec = self.slots(tier), self._spec
         origin = arrays.pos + spec.skip_near
         if spec.prefill_queries != ALL_QUERIES:
@@ -58,8 +63,10 @@ class SlotsView(DecodeView):
         first: int | Tensor = 0,
         over_layer: bool = False,
     ) -> Extreme:
-        """`argmin`, or the slot at an `exact` position, among the gathered fields of a tier: the smallest value, then
-        the smallest position; slot -1 where nothing is eligible."""
+        """`argmin`, or the slot at an `exact` position, among the gathered fields of a tier.
+
+        The smallest value, then the smallest position; slot -1 where nothing is eligible.
+        """
         arrays = self.slots(tier)
         value, pos = arrays.score, arrays.pos
         if by != "score":
@@ -124,7 +131,7 @@ class PagesView(SlotsView):
         fields = {name: value for name, value in vars(self).items() if name not in looked_up or name == "shape"}
         return fields | {"_arrays": {}, "_held": {}}
 
-    # What not every policy asks for is looked up when one does.
+    # Looked up on first use: most policies do not need these.
 
     @cached_property
     def tokens_seen(self) -> Tensor:  # type: ignore[override]
@@ -199,7 +206,7 @@ class PagesView(SlotsView):
             self._check_find(exact, self)
         near, window = self._spec.skip_near, self._spec.prefill_queries
         floor = self.prompt_tokens - window - near if window != ALL_QUERIES and by == "mean" else None
-        # A token's queries begin `near` behind it: as many as were seen so much earlier from the token itself on.
+        # A token's queries begin `near` after it: as many as were seen so much earlier from the token itself on.
         seen = self.tokens_seen - near if near else self.tokens_seen
         search = SlotSearch(by=by, seen=seen, floor=floor, **conditions)
         extreme = self._pages.find_extreme(tier, self._rows, self._known(tier), search, over_layer)

@@ -24,7 +24,7 @@ from kvbench.policy import (
 
 
 def less_windows(options: StoreOptions, rows: int, held_bytes: int) -> StoreOptions:
-    """These options with the limit on pages reduced by the windows of so many rows, of `held_bytes` each."""
+    """Copy of options with the limit on pages reduced by the windows of so many rows, of `held_bytes` each."""
     assert options.budget_bytes is not None, "the caller looked"
     if options.budget_bytes <= rows * held_bytes:
         raise SettingValue(
@@ -36,8 +36,11 @@ def less_windows(options: StoreOptions, rows: int, held_bytes: int) -> StoreOpti
 
 
 def window_tier(policy: Policy, how: str) -> Tier:
-    """The precision of windows beside a method: `exact`, which is 16 bits, or the model's own dtype where the method
-    keeps that; or that of the `method`, which is refused where a slot cannot have it by itself."""
+    """Precision of the windows of a model under a method.
+
+    `exact` is 16 bits, or the model's dtype where the method keeps that; `method` is that of the method, which is
+    refused where a single slot cannot have it.
+    """
     (first, *others), reason = policy.tiers, ""
     if how == "exact":
         return next((tier for tier in policy.tiers if tier.native), Tier())

@@ -14,8 +14,10 @@ from kvbench.errors import NameUnknown, did_you_mean
 
 
 def help_for(words: list[str], width: int = 80) -> str:
-    """Answer `kvbench help WORD ...`: commands, groups (`methods`), names in a group (`snapkv`), or both
-    (`method=snapkv`)."""
+    """Answer `kvbench help WORD ...`.
+
+    A word is a command, a group (`methods`), a name in a group (`snapkv`), or both (`method=snapkv`).
+    """
     return "\n\n".join(_one(word, width) for word in words)
 
 

@@ -136,9 +136,7 @@ def _check_keys(name: str, arguments: list[str]) -> None:
         node: DictConfig | None = config
         prefix = ""
         top = word.lstrip("+~").partition("=")[0].partition(".")[0]
-        if (
-            "defaults" in config and top not in config
-        ):  # it takes an experiment's settings too, and `explain` knows those
+        if "defaults" in config and top not in config:  # experiments' settings are explained
             continue
         for part in word.partition("=")[0].lstrip("+~").split("."):
             known = [prefix + str(item) for item in node if not str(item).startswith("_")] if node else []

@@ -1,5 +1,7 @@
-"""Exit handling of a command: error messages by kind of error; Ctrl-C, a closed terminal and a scheduler's SIGTERM are
-handled alike."""
+"""Exit handling of a command: error messages by kind of error, and signals.
+
+Ctrl-C, a closed terminal and a scheduler's SIGTERM are handled alike.
+"""
 
 import contextlib
 import os
@@ -21,7 +23,7 @@ _SHOW_CURSOR = "\x1b[?25h"
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal asked this process to end. Its text is the signal's name."""
+    """A signal that ends this process. Its text is the signal's name."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)

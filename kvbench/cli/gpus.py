@@ -10,13 +10,14 @@ _held: list[int] = []  # the lock of this process's GPU; the kernel lets go of i
 
 
 def claim(folder: Path | None = None) -> str | None:
-    """Take a GPU for this process, the least taken of those it sees, before torch uses one; torch then sees this one
-    alone.
+    """Reserve the least used visible GPU for this process, before torch uses one.
+
+    torch then sees this one alone.
 
     The second call of a process changes nothing.
 
     Args:
-        folder: Where the locks of this machine lie; a folder of the user's among the temporary files by default.
+        folder: Folder of this machine's locks; by default one of the user's among the temporary files.
 
     Returns:
         The GPU as CUDA_VISIBLE_DEVICES names it; None where there is none, or no choice.

@@ -147,8 +147,10 @@ class Jobs:
         return _code(finished)
 
     def _carry_out(self, jobs: "Sequence[_Job]") -> None:
-        """Run one cross-run batch of a sweep, or one job. The outcome of each is recorded; only a signal is raised,
-        because other experiments do not depend on these."""
+        """Run one cross-run batch of a sweep, or one job, and record each outcome.
+
+        Only a signal is raised, because other experiments do not depend on these.
+        """
         from kvbench.runs.cross_run_batch import RunRequest, run_cross_batch
 
         assert self.sweep is not None, "one experiment alone is no sweep"
@@ -267,8 +269,10 @@ class Jobs:
 
 
 def show_sweep(sweep: Sweep) -> int:
-    """Print the outcome of every job, the table of all runs and one picture for each task and model; returns the worst
-    exit code, 1 for a job that ended without one, as after a kill."""
+    """Print the outcome of every job, the table of all runs and one picture for each task and model.
+
+    Returns the worst exit code, 1 for a job that ended without one, as after a kill.
+    """
     from kvbench.show import closing, figure, table
 
     jobs, states, root = sweep.jobs(), sweep.states(), sweep.results_dir
@@ -306,8 +310,10 @@ def show_sweep(sweep: Sweep) -> int:
 
 
 def check_files(jobs: Sequence[Sequence[str]]) -> Path | None:
-    """Refuse a sweep one of whose tasks or models has no files, before any job begins; returns the results folder of
-    the first job, if there is one."""
+    """Refuse a sweep with a task or model whose files are missing, before any job begins.
+
+    Returns the results folder of the first job, if there is one.
+    """
     from kvbench.config.compose import compose
     from kvbench.runs import parts
 

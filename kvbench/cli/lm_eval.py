@@ -4,7 +4,7 @@ lm-eval 0.4.13 reads no entry points: its models are a table in its package, and
 imported before the command line ran. This imports kvbench's model and then runs that command line, nothing else.
 
 Differs: `--model` is kvbench where none is given; lm-eval's index of 14,000 YAMLs, which takes minutes, is replaced by
-    the folders of the tasks that are asked for, unless a name is a pattern; kvbench's own tasks (`kvbench_...`) are
+    the folders of the requested tasks, unless a name is a pattern; kvbench's own tasks (`kvbench_...`) are
     found without `--include_path`.
 """
 
@@ -91,8 +91,10 @@ def check_whole_texts(names: Sequence[str], arguments: Sequence[str]) -> None:
 
 
 def with_defaults(arguments: Sequence[str]) -> list[str]:
-    """Add kvbench's model where tasks have none, and `--device auto` for it where none is named: lm-eval itself would
-    take its own model `hf`, and the first GPU."""
+    """Add kvbench's model where tasks have none, with `--device auto` where no device is named.
+
+    lm-eval's defaults are its model `hf` and the first GPU.
+    """
     whole, flags = list(arguments), _flags(arguments)
     if flags.tasks and flags.model is None and flags.config is None:
         flags.model = "kvbench"
@@ -101,7 +103,7 @@ def with_defaults(arguments: Sequence[str]) -> list[str]:
 
 
 def task_names(arguments: Sequence[str]) -> list[str]:
-    """List the names behind `--tasks` (`-t`); none when they are patterns or files, which need the whole index."""
+    """List the names after `--tasks` (`-t`); none when they are patterns or files, which need the whole index."""
     names = [name for word in _flags(arguments).tasks for name in word.split(",") if name]
     return [] if any(sign in name for name in names for sign in "*?[/") else names
 

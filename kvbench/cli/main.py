@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         resume_command = shlex.join([*program(), *arguments])
         endings.say(f"\nstopped by {str(stop) or 'SIGINT'}; {kept}: {resume_command}")
         return endings.exit_code(stop)
-    except BrokenPipeError:  # who reads has seen enough, as in `kvbench list | head`
+    except BrokenPipeError:  # the reader closed the pipe, as in `kvbench list | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more on its way out
         return 128 + signal.SIGPIPE
     except Exception as error:
@@ -134,8 +134,10 @@ def _keeps(arguments: list[str]) -> str:
 
 
 def run_command(overrides: list[str], listed: "Listed | None" = None) -> int:
-    """Compose the configuration and run one experiment, or a sweep, whose jobs may be listed; returns the worst exit
-    code."""
+    """Compose the configuration and run one experiment or a sweep; returns the worst exit code.
+
+    The jobs of a sweep may be listed.
+    """
     from kvbench.cli import showing, sweeping
     from kvbench.config.compose import check_choices, explained, with_swept_groups
     from kvbench.config.shorthand import long_form

@@ -155,7 +155,7 @@ def shared(kind: type[Policy]) -> dict[str, Field]:
 
 
 def representatives(known: dict[str, Policy]) -> dict[type, str]:
-    """For each class of methods the one whose entry explains it: the one called like its module, or the first."""
+    """Class of methods -> the method whose entry explains it: the one called like its module, or the first."""
     methods: dict[type, str] = {}
     for name, policy in known.items():
         kind = type(policy)

@@ -22,7 +22,7 @@ from kvbench.show.text import safe
 if TYPE_CHECKING:
     from kvbench.engine.requests import Request
 
-LISTED = 20  # samples that are named where none was asked for
+LISTED = 20  # samples that are listed where none was requested
 WHOLE, TAIL = "whole", "tail"
 FLAG_WORDS = {
     FALLBACK: "which marks no final answer: its last number was graded",
@@ -32,7 +32,7 @@ FLAG_WORDS = {
 
 
 def main(cfg: DictConfig) -> int:
-    """Print the sample; 1 when the prompt that was made again is not the one that was asked."""
+    """Print the sample; 1 when the rebuilt prompt differs from the stored one."""
     if not cfg.run:
         raise SettingMissing(
             "show needs the folder of a stored run: python -m kvbench show FOLDER SAMPLE", setting="run"
@@ -105,8 +105,10 @@ def _prompt(cfg: DictConfig, folder: Path, record: SampleRecord) -> tuple[list[t
 
 
 def rebuild(cfg: DictConfig, folder: Path, sample_id: str) -> "tuple[Request, str]":
-    """Make the prompt of a sample again, from the task's data and the model's tokenizer: the request, and its text as
-    the model read it, with what else was said in a conversation."""
+    """Rebuild the prompt of a sample from the task's data and the model's tokenizer.
+
+    Returns the request, and its text as read by the model, with the other turns of a conversation.
+    """
     if not (folder / "config.yaml").is_file():
         raise FileMissing(f"{folder} has no config.yaml, which names task and model")
     settings = read_stored(folder)

@@ -138,8 +138,10 @@ def combinations(words: Sequence[str]) -> list[list[str]]:
 
 
 def job_labels(jobs: Sequence[Sequence[str]]) -> list[str]:
-    """Label each job by the words that differ, such as `snapkv budget=0.25`; its method in any case, and of words that
-    always go with one task the task alone."""
+    """Label each job by the words that differ, such as `snapkv budget=0.25`.
+
+    The method is always named; of words that always occur with one task the task alone.
+    """
     common = Counter(word for job in jobs for word in set(job))
     holders = {word: {number for number, job in enumerate(jobs) if word in job} for word in common}
     labels = []
@@ -216,7 +218,7 @@ def begin(arguments: list[str], launcher: str, words: list[list[str]], command: 
     sweep = Sweep.start(results_dir, shlex.join(["kvbench", *command]), launcher, labels)
     try:
         by_pattern = any(word.startswith("method=glob(") for word in arguments)
-        waits = launcher == "basic" and bool(words)  # who launches elsewhere, or chooses on the way, waits for each
+        waits = launcher == "basic" and bool(words)  # launchers to other machines, and samplers, wait for each job
         yield Jobs(sweep=sweep.folder, labels=labels, skip=by_pattern, waits=waits)
     except Exception as error:
         if not sweep.jobs():

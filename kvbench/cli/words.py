@@ -1,5 +1,7 @@
-"""The words of a command line before Hydra reads them: the command, flags, and the spellings of other
-tools."""
+"""Words of a command line before Hydra reads them.
+
+The command, flags, and the spellings of other tools.
+"""
 
 import re
 import shlex
@@ -101,8 +103,10 @@ def _settings_meant(words: list[str]) -> list[str]:
 
 
 def take_config_dir(arguments: list[str]) -> tuple[list[Path], list[str]]:
-    """Take `--config-dir DIR` and the file in `method=FILE.py` out of the words: the folder that is named last, if
-    there is one, the files; and the other words, in which a file's method has its name."""
+    """Take `--config-dir DIR` and the file in `method=FILE.py` out of the words.
+
+    Returns the last folder named, if any, the files, and the other words, in which a file's method has its name.
+    """
     folders, method_files, others = [], list[Path](), []
     rest = iter(arguments)
     for word in rest:
@@ -147,8 +151,10 @@ def config_dir_flags(folders: Sequence[Path]) -> list[str]:
 
 
 def refuse_stored_config(config_dirs: Sequence[Path], arguments: Sequence[str]) -> None:
-    """Refuse a folder of choices that has a config.yaml: Hydra would silently read kvbench's own instead.
-    The words may name one with `--config-path`."""
+    """Refuse a folder of choices that has a config.yaml, which Hydra would silently replace by kvbench's.
+
+    The words may name one with `--config-path`.
+    """
     folders = [("--config-dir", folder) for folder in config_dirs]
     for word, next_word in pairwise([*arguments, ""]):
         flag, sign, value = word.partition("=")

@@ -30,8 +30,11 @@ def sources(folder: Path) -> list[Path]:
 
 
 def meaning(path: Path) -> bytes:
-    """Hashed content of a source file: of Python the syntax tree without docstrings, so that comments, formatting and
-    documentation do not count; of other files every byte."""
+    """Hashed content of a source file.
+
+    Of Python the syntax tree without docstrings, so that comments, formatting and documentation do not count; of other
+    files every byte.
+    """
     content = path.read_bytes()
     return _meaning_of_python(content) if path.suffix == ".py" else content
 
@@ -62,8 +65,10 @@ def _within(node: ast.AST) -> list[ast.AST]:
 
 
 def hash_files(files: dict[str, Path]) -> str:
-    """Hash files by the name under which each counts, wherever it is installed, and by content, of Python without
-    comments, formatting and docstrings; 64 hexadecimal digits."""
+    """Hash files by counted name and content, wherever they are installed; 64 hexadecimal digits.
+
+    Python counts without comments, formatting and docstrings.
+    """
     digest = hashlib.sha256()
     for name, path in sorted(files.items()):
         content = meaning(path)
@@ -101,8 +106,9 @@ def imports(files: Iterable[Path]) -> frozenset[str]:
 
 
 def versions(names: Iterable[str]) -> dict[str, str]:
-    """Versions of libraries named as they are imported (`math_verify`), by distribution (`math-verify`), sorted; the
-    name itself and an empty version where none has it.
+    """Versions of libraries named as they are imported (`math_verify`), by distribution (`math-verify`), sorted.
+
+    The name itself and an empty version where there is no distribution.
 
     A version has its build tag (torch 2.13.0+cpu): two builds of torch are two sets of compiled kernels, whose sums may
     differ in the last bit, and a method that rounds can turn that into another token.
@@ -124,14 +130,16 @@ def reached(files: Iterable[Path], package: str, folder: Path) -> set[Path]:
 
 
 def users_files(modules: Iterable[str], *, room: str, included: str = "") -> dict[str, Path]:
-    """List the source files of modules and of every other one that they import, at any remove, wherever it lies, by
-    module: those of the user's own, and those of one room of kvbench. Methods, tasks and metrics count by this rule.
+    """Source files of modules and of their imports, at any remove, by module.
+
+    Those of the user's, wherever they are, and those of one room of kvbench. Methods, tasks and metrics count by this
+    rule.
 
     Not among them are Python's own modules, installed libraries, whose versions count instead, and the rest of kvbench.
     An import of a computed name is not seen.
 
     Args:
-        modules: Where to begin.
+        modules: Modules to begin with.
         room: A package of kvbench that counts.
         included: A module that counts in any case, with the installed package that it is part of.
     """
@@ -231,8 +239,10 @@ def interpreter() -> dict[str, str]:
 
 
 def names_imported(path: Path, package: str = "") -> tuple[str, ...]:
-    """The full names that a Python file imports anywhere, but not for type checkers alone; some are names in modules.
-    Relative imports start from `package`; without one they are left out."""
+    """Full names that a Python file imports anywhere, except for type checkers alone.
+
+    Some are names in modules. Relative imports start from `package`; without one they are left out.
+    """
     return _names_in(path.read_bytes(), package)
 
 
@@ -259,7 +269,7 @@ def _names_in(content: bytes, package: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-@cache  # each run of a sweep asks for forty, and a process keeps the libraries that it has loaded
+@cache  # each run of a sweep looks up forty, and libraries of a process do not change
 def _installed(name: str) -> tuple[str, str]:
     """The distribution that a top-level name comes from, spelt as package indexes do, and its version."""
     try:  # most are called like what is imported from them; the list of all takes a quarter of a second and more

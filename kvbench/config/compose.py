@@ -1,5 +1,7 @@
-"""Composes configurations from conf/, and says in plain words why one could not be composed: what was asked, what
-exists, what is nearest."""
+"""Composes configurations from conf/, and explains why one could not be composed.
+
+The message has the request, the existing names and the nearest one.
+"""
 
 import re
 import shlex
@@ -167,8 +169,8 @@ def explain(error: Exception, arguments: Sequence[str]) -> ValueError:
 def check_choices(arguments: Sequence[str]) -> None:
     """Refuse a choice of a group by another name than its own, and a group that is taken away.
 
-    Hydra takes `method=../method/full` for a file; its row, its folder and its reference would then not know that it
-    is `full`.
+    Hydra takes `method=../method/full` for a file; its row, its folder and its reference would then not have the name
+    `full`.
 
     Raises:
         ValueError: Names the group, the requested choice and the existing ones.
@@ -188,8 +190,10 @@ def check_choices(arguments: Sequence[str]) -> None:
 
 
 def with_shared_settings(arguments: Sequence[str]) -> list[str]:
-    """Let `method.allocation=ada` set what the method's YAML does not list; what the method does not have, its class
-    refuses."""
+    """Let `method.allocation=ada` set what the method's YAML does not list.
+
+    A setting that the method lacks is refused by its class.
+    """
     shared = {f"method.{name}" for name in files.SHARED}
     return [f"++{word}" if word.partition("=")[0] in shared else word for word in arguments]
 
@@ -296,8 +300,7 @@ def _composed(choices: Mapping[str, str]) -> DictConfig | None:
 
 
 def _unknown_key(key: str, parsed: list[Override], words: Sequence[str]) -> ValueError | None:
-    """The error for a key that the chosen configuration does not have, with the keys it does have; None when it has
-    it."""
+    """Error for a key that the chosen configuration lacks, with its keys; None when it has it."""
     top = key.split(".")[0]
     fixed = {group: names[0] for group in files.GROUPS if group != top and (names := _choices(parsed, group))}
     for name in _choices(parsed, top) or [""]:

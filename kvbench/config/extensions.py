@@ -4,7 +4,7 @@ An extension is a package with an `extension.toml`:
 
     summary = "Times kernels and whole models."
     uses = ["calibrate"]            # other extensions that it imports
-    [keeps]                         # unit of work that a stopped command keeps, to go on behind
+    [keeps]                         # unit of work that a stopped command keeps, to go on after
     bench = "cell"
     [dispatch]                      # key that chooses among the commands in conf/command/calibrate/
     calibrate = "what"

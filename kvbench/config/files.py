@@ -94,7 +94,7 @@ def conf_folder() -> Path:
 
 
 def shipped_folders() -> list[Path]:
-    """kvbench's configuration folder, and those of the extensions."""
+    """Configuration folders of kvbench and of its extensions."""
     return [conf_folder(), *extensions.conf_folders()]
 
 
@@ -157,8 +157,10 @@ def spelled(name: str) -> str:
 
 
 def options(group: str, conf: Path | None = None) -> dict[str, str]:
-    """Names of a group's configurations and what each is, in one folder or in kvbench's own and the user's; of a file
-    of the user's that cannot be read, why."""
+    """Names of a group's configurations with a description each, in one folder or in kvbench's and the user's.
+
+    For an unreadable file of the user's, the reason.
+    """
     return {name: _fault(path) or describe(path) for name, path in _paths(group, conf).items()}
 
 

@@ -24,8 +24,11 @@ def seldom() -> Iterator[None]:
 
 
 def usual() -> None:
-    """Collect as often as before `seldom`, and outside of it change nothing: from here on a cycle may hold tensors.
-    Existing objects are not scanned until the end: a scan takes a third of a second."""
+    """Collect garbage at the usual rate inside `seldom`; outside of it nothing changes.
+
+    From here on a cycle may hold tensors. Existing objects are not scanned until the end: a scan takes a third of a
+    second.
+    """
     global _before
     if _before is not None:
         if not gc.get_freeze_count():  # else the caller has his own way

@@ -60,7 +60,7 @@ def with_defaults(listed: DictConfig) -> DictConfig:
         if field not in files.SHARED or not source_module.startswith(f"{CONTRACT}.")
     }
     added = {field: value for field, value in default.items() if field in names and value is not MISSING}
-    return OmegaConf.merge({"_target_": target} | added, listed)  # type: ignore[return-value]  # a mapping, as it is
+    return OmegaConf.merge({"_target_": target} | added, listed)  # type: ignore[return-value]  # a mapping, unchanged
 
 
 def _import_class(module: str, name: str) -> Iterator[Default]:

@@ -72,8 +72,9 @@ def faults_of(path: Path) -> Iterator[None]:
 
 
 def read_data(path: Path, name: str = "") -> dict[str, Any]:
-    """Read a YAML file from an untrusted source: plain values only. An alias could expand a few bytes to gigabytes, and
-    `${...}` would read the environment.
+    """Read a YAML file from an untrusted source: plain values only.
+
+    An alias could expand a few bytes to gigabytes, and `${...}` would read the environment.
 
     Args:
         name: Name of the file in messages, as `setting=path`; its path by default.

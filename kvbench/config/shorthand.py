@@ -1,5 +1,7 @@
-"""Short forms of settings, spelled out before Hydra reads them: `budget=0.5` is `method.budget=0.5`, and the folder or
-the hub id of a model is `model=hf model.path=...`."""
+"""Short forms of settings, expanded before Hydra reads them.
+
+`budget=0.5` is `method.budget=0.5`, and the folder or the hub id of a model is `model=hf model.path=...`.
+"""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence

@@ -14,9 +14,12 @@ from kvbench.models.rotary import Lengths
 
 @dataclass(frozen=True)
 class Forced:
-    """The answers of a request that are forced, one behind the other: their tokens; how many there are up to the end of
-    each answer but the last; all that is read behind the prompt (these tokens without the last one, and what is said
-    between them); and which of the logits behind the prompt, and behind each token of `behind`, predict the tokens."""
+    """Forced answers of a request, concatenated.
+
+    Their tokens; the number of tokens up to the end of each answer but the last; everything read after the prompt
+    (these tokens without the last one, and the text between answers); and which of the logits after the prompt, and
+    after each token of `behind`, predict the tokens.
+    """
 
     gold: tuple[int, ...] = ()
     ends: tuple[int, ...] = ()
@@ -61,7 +64,7 @@ class Admission:
     chunk: int | None = None
 
     def check(self, request: Request) -> None:
-        """Raises ValueError for a request that does not fit the model, or that wants no tokens."""
+        """Raises ValueError for a request that does not fit the model, or requests no tokens."""
         if not 0 < request.num_prompt_tokens < self.model.max_tokens or not all(request.segments):
             raise PromptLength(
                 f"{request.sample_id}: a prompt of {request.num_prompt_tokens} tokens (segments "
@@ -84,8 +87,9 @@ class Admission:
         self._check_tables(request)
 
     def _check_tables(self, request: Request) -> None:
-        """Raises ValueError where a rotary table would change behind what was read of a request, so that its keys would
-        be turned by one table and its queries by another.
+        """Raises ValueError where a rotary table would change after a part of a request was read.
+
+        Its keys would then be rotated by one table and its queries by another.
 
         Differs: transformers' Phi-3 reads a text anew when its answer grows past the border; that would bring back what
             a method has dropped. A table that changes with every token (`dynamic`) is as in its `generate`, of which a
@@ -139,7 +143,7 @@ class Admission:
         return self._longest(request, request.conversation_tokens)
 
     def new_tokens(self, request: Request) -> int:
-        """Most tokens that are read behind a request's first segment; the last one of an answer is only predicted."""
+        """Most tokens that are read after a request's first segment; the last one of an answer is only predicted."""
         answers = min(request.conversation_tokens, self.room(request))
         return sum(map(len, request.segments[1:])) + self._longest(request, answers) - 1
 
@@ -147,13 +151,15 @@ class Admission:
         return max(answers, len(self.forced(request).behind) + 1, *map(len, request.choices))
 
     def room(self, request: Request) -> int:
-        """Tokens that fit behind the prompt; the last one is only predicted, never read."""
+        """Tokens that fit after the prompt; the last one is only predicted, never read."""
         return self.model.max_tokens - request.num_prompt_tokens + 1
 
 
 def keep_tables(lengths: Lengths, sizes: set[int], left: int, *, is_said: bool) -> int:
-    """Tokens, of `left`, that may come behind prompts of some sizes while each keeps its rotary table. Raises
-    ValueError where they are fewer and the caller said how many come (`is_said`), of which the last is not read."""
+    """Most tokens, up to `left`, after prompts of some sizes with which each keeps its rotary table.
+
+    Raises ValueError where they are fewer and the caller fixed their number (`is_said`), of which the last is not read.
+    """
     for size in sorted(sizes):
         table = lengths.crossed(size, size + left - is_said)
         if table is None or table.grows:
@@ -169,8 +175,10 @@ def keep_tables(lengths: Lengths, sizes: set[int], left: int, *, is_said: bool) 
 
 
 class SharedContexts:
-    """Opens the rows of requests with several segments. `begins_with` gives all that the compressed first segment of a
-    request depends on; `read` reads it into a row."""
+    """Opens the rows of requests with several segments.
+
+    `begins_with` is everything that the compressed first segment of a request depends on; `read` reads it into a row.
+    """
 
     def __init__(
         self,
@@ -189,7 +197,7 @@ class SharedContexts:
 
     @property
     def num_rows(self) -> int:
-        """Rows that are open beside those of the requests at most."""
+        """Most open rows in addition to those of the requests."""
         return int(bool(self._followed))
 
     @property

@@ -12,9 +12,11 @@ _MARK_TOKENS = 12  # more than a tokenizer takes for one of the two marks, and f
 
 @dataclass
 class Answer:
-    """An answer in the making: its tokens and the rule that ends it, at the latest where the model's context has no
-    `room` behind the prompt. Stop strings are not looked for in thoughts, and thoughts with a budget of their own do
-    not count as the answer's length."""
+    """An answer in progress: its tokens and the rule that ends it.
+
+    It ends at the latest where the model's context has no `room` after the prompt. Stop strings are not searched in
+    thoughts, and thoughts with a budget of their own do not count as the answer's length.
+    """
 
     request: Request
     tokenizer: PreTrainedTokenizerBase
@@ -31,7 +33,7 @@ class Answer:
         self._tail = max((len(text.encode()) for text in self.request.stop), default=0) + 1
         thoughts = self.request.thoughts
         self._thinking = thoughts is not None and thoughts.opened
-        self._due: list[int] = []  # of the end that is put behind thoughts, what is still to come
+        self._due: list[int] = []  # of the end that is put after thoughts, what is still to come
 
     @property
     def banned(self) -> list[int]:
@@ -100,7 +102,7 @@ class Answer:
         return self.request.max_new_tokens + self.num_thought_tokens
 
     def _follow_thoughts(self, was_due: bool) -> None:
-        """Notes where thoughts begin and end; all of the end that is put behind them belongs to them."""
+        """Notes where thoughts begin and end; all of the end that is put after them belongs to them."""
         if self.request.thoughts is None:
             return
         if not self._thinking and not self.num_thought_tokens and len(self.token_ids) <= _MARK_TOKENS:
@@ -111,8 +113,10 @@ class Answer:
             self._thinking = not ended
 
     def _find_stop(self, first: int) -> int | None:
-        """The place where the first stop string begins in the text of the tokens from `first` on. Those complete within
-        the first `min_new_tokens` tokens do not count, not even once the answer is longer."""
+        """Position of the first stop string in the text of the tokens from `first` on.
+
+        Those complete within the first `min_new_tokens` tokens do not count, not even once the answer is longer.
+        """
         if not self.request.stop or len(self.token_ids) <= self.request.min_new_tokens or self._thinking:
             return None
         text = self._decode(self.token_ids[first:])

@@ -32,7 +32,7 @@ class Batch:
         forced_tokens: Most tokens of an own answer that are forced; None = all.
         per_token: Outcomes say what was measured of each forced token.
         on_outcome, on_step: As `Engine.run` takes them.
-        make_room: Makes the cache, which has no rows, anew with a smaller pool, where memory beside it ran out; False
+        make_room: Makes the cache, which has no rows, anew with a smaller pool, where other memory ran out; False
             where it cannot.
         restore_room: Makes it anew as it was at first, once that did not help.
 
@@ -73,8 +73,11 @@ class Batch:
         self._modes = modes.read(quick=True)
 
     def answer(self) -> Generator[Request | Step]:
-        """Answers all requests; gives each before its prompt is read, and steps that are shared (`DecodeLoop`) before
-        they are made. Whatever is raised, no row stays open."""
+        """Answers all requests.
+
+        Yields each before its prompt is read, and shared steps (`DecodeLoop`) before they are made. Whatever is raised,
+        no row stays open.
+        """
         while self.reason and (request := self._queue.first(0)) is not None:
             self._queue.take()
             self.fail(request, "oom", self.reason, None)
@@ -88,7 +91,7 @@ class Batch:
         try:
             self._leave_cancelled()
             admitted = True
-            while admitted:  # who ends before it has made a step leaves its place at once
+            while admitted:  # a row that ends before its first step frees its slot at once
                 yield from self._read_on()
                 admitted = self._choose() and self._may_join() is not None
             if self._live:
@@ -105,7 +108,7 @@ class Batch:
         self._restart(reason, was_spoiled, in_pool)
         return True
 
-    # Who is in the batch.
+    # Members of the batch.
 
     @property
     def _num_live(self) -> int:
@@ -181,8 +184,10 @@ class Batch:
         return rows is not None
 
     def _refuse(self, request: Request, reason: str, held: bool, in_pool: bool) -> None:
-        """Has a request wait for which there was no memory while others had theirs; alone, it is tried with a smaller
-        pool, where the pool was not what was too small, and else recorded as `oom`."""
+        """Requeues a request that found no memory while others had theirs.
+
+        Alone, it is tried with a smaller pool, unless the pool was what was too small, and else recorded as `oom`.
+        """
         if self._num_live or held:
             self._queue.put_back([request])
             self._is_full = True
@@ -215,7 +220,7 @@ class Batch:
         return freed
 
     def _forget(self, sample: Sample) -> None:
-        """Takes a sample out of the batch, as it is."""
+        """Removes a sample from the batch without closing it."""
         self._samples.pop(sample.request.sample_id, None)
         self._live = [each for each in self._live if each[1] is not sample]
         self._reader.close(sample)
@@ -232,7 +237,7 @@ class Batch:
         self._careful.pop(request.sample_id, None)
 
     def _leave_cancelled(self) -> None:
-        """Takes out those who are waited for no longer."""
+        """Removes requests for which no one waits any longer."""
         if self._queue.cancelled.isdisjoint(self._samples) and self._reading is None:
             return
         for name in self._queue.cancelled.intersection(self._samples):
@@ -245,8 +250,10 @@ class Batch:
             self._note_end(sample.request)
 
     def _restart(self, reason: str, was_spoiled: bool, in_pool: bool) -> None:
-        """Closes all rows; their requests begin again, step by step or half as many at once; a single one that found no
-        memory begins again with a smaller pool, or is recorded as `oom`."""
+        """Closes all rows and restarts their requests, step by step or half as many at once.
+
+        A single one without memory restarts with a smaller pool, or is recorded as `oom`.
+        """
         samples = [*self._samples.values(), *([self._reading[0]] if self._reading else ())]
         held = self._reader.contexts.is_open
         self._close_all()
@@ -285,7 +292,7 @@ class Batch:
                     state.token = state.next_token()
             except NotFinite as error:
                 self._end(sample, "nan", str(error), error.layer)
-            except PoolExhausted:  # of what is said behind an answer; its rows cannot go on from here
+            except PoolExhausted:  # of what is said after an answer; its rows cannot go on from here
                 if len(self._samples) == 1:
                     raise
                 self._give_way(sample)
@@ -339,7 +346,7 @@ class Batch:
         return True
 
     def _force_generated(self, state: Row, sample: Sample) -> ForcedRow | None:
-        """The row in which an answer that has just ended is forced, where that is wanted."""
+        """Row in which an answer that has just ended is forced, if requested."""
         if sample.generated_row is None or not isinstance(state, AnswerRow) or state.repeat:
             return None
         (row, logits), sample.generated_row, request = sample.generated_row, None, sample.request

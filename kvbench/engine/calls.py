@@ -19,9 +19,11 @@ def attention_modules(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 
 class OutputProjections(Sequence[Tensor]):
-    """The weights [E, Hq * D] behind attention by layer, each looked up when it is asked for: of packed layers that
-    makes a plain copy, which lives as long as it is used; of weights that are cut over processes it is this one's
-    part."""
+    """Output projection weights [E, Hq * D] by layer, each looked up on access.
+
+    Packed layers are unpacked to a plain copy, which lives as long as it is used; of weights split over processes it is
+    the local part.
+    """
 
     def __init__(self, modules: Sequence[Any]) -> None:
         self._modules = modules
@@ -64,7 +66,7 @@ def calls_noted(model: PreTrainedModel, note: Callable[[AttentionCall | None], N
 
 
 def first_tokens(call: AttentionCall, count: int) -> AttentionCall:
-    """This call, cut to its first tokens."""
+    """Copy of a call, cut to its first tokens."""
 
     def cut(angles: Tensor) -> Tensor:
         return angles[:, :count]

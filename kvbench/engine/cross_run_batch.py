@@ -1,8 +1,8 @@
 """Cross-run batch: decode steps of several caches in one pass of the model.
 
 Runs of one model under several methods have a batch each. Towards its end a batch has few rows, and a step of few rows
-costs nearly as much as one of many: so the small ones are fed to the model together, and only attention is each
-cache's own. That changes no answer where the products of the model do not depend on the rows beside (`Engine.group`).
+costs nearly as much as one of many: so small batches go through the model together, and only attention is per cache.
+    Answers are unchanged if the products of the model do not depend on other rows (`Engine.group`).
 """
 
 import time
@@ -19,19 +19,22 @@ from kvbench.engine.sessions import Decode, Session
 
 
 def can_join(runner: Runner) -> bool:
-    """True if a runner's steps can be made with those of others: one process and one place, no layer with a state, and
-    no rotary table that depends on a row's length."""
+    """True if a runner's steps can be made with those of others.
+
+    That takes one process, one device, no layer with a state, and no rotary table that depends on a row's length.
+    """
     is_plain = type(runner) is Runner and runner.shape.is_whole and not runner.shape.state_bytes
     return is_plain and not runner.lengths
 
 
 @dataclass(eq=False)
 class Step:
-    """A decode step that is due: one token for every row of a cache. `finish` makes it, unless `join` has made it with
-    others.
+    """Pending decode step: one token for every row of a cache.
+
+    `finish` makes it, unless `join` has made it with others.
 
     Attributes:
-        taken_s: Seconds that it took within a pass: those of its own attention, and of the rest its rows' share.
+        taken_s: Its seconds of a pass: its attention, and its rows' share of everything else.
         logits, bad, error: Results of the pass.
     """
 
@@ -46,7 +49,7 @@ class Step:
     def finish(self) -> tuple[Tensor, dict[int, int]]:
         """Result of `Runner.try_step`, or its exception."""
         if self.error is not None:
-            error, self.error = self.error, None  # it holds every tensor of the pass that failed
+            error, self.error = self.error, None  # its traceback holds every tensor of the failed pass
             raise error
         if self.logits is None:
             return self.runner.try_step(self.rows, self.tokens)
@@ -55,7 +58,7 @@ class Step:
 
 @dataclass
 class _Pass(Session):
-    """The steps of one pass, each with its session; a step whose cache raises an error is out of it from there on."""
+    """Session of one pass over several steps; a step whose cache raises an error is skipped from then on."""
 
     parts: list[tuple[Step, Decode, slice]]
     attention_s: dict[Step, float] = field(default_factory=dict)
@@ -87,8 +90,10 @@ class _Pass(Session):
 
 
 def join(steps: Sequence[Step], most: int) -> None:
-    """Makes steps of one model that are due, as many in one pass as have so many rows together; those that no other one
-    fits beside are left to themselves."""
+    """Makes pending steps of one model, as many in one pass as have at most `most` rows together.
+
+    Steps that fit with no other one are left alone.
+    """
     for group in _groups(steps, most):
         if len(group) > 1:
             _make(group)
@@ -107,7 +112,7 @@ def _groups(steps: Sequence[Step], most: int) -> list[list[Step]]:
 
 
 def _make(steps: Sequence[Step]) -> None:
-    """Makes steps in one pass. An exception of one cache is its own step's error, any other every step's."""
+    """Makes steps in one pass; an error of one cache fails its step, any other error fails all of them."""
     begin, parts, end = time.perf_counter(), list[tuple[Step, Decode, slice]](), 0
     for step in steps:
         try:

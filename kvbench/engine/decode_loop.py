@@ -2,14 +2,14 @@
 
 A step, from the plan to the chosen tokens, is captured once for 1, 2, 4, 8, ... rows and replayed (`CapturedSteps`):
 rows, tokens, random numbers and counts lie in tensors that stay where they are, so that a replay serves any rows, fewer
-ones with a row behind them that holds nothing. Rows may end and others join without a further capture. The host's part
+ones with a row after them that holds nothing. Rows may end and others join without a further capture. The host's part
 of a step is done again at every replay (`CompressedStore.note_replay`). Steps that a graph cannot hold run as they are:
 where rows share pages, where a bulk eviction is due, and where too few pages are free for the worst case.
 
 In a run the device feeds itself: a step's tokens, chosen or forced, are the next one's input where they are, and the
-host learns of them while the next step is under way. A row that ended is therefore in one step too many, of which
-nothing counts: neither tokens nor bytes nor measures. Made one at a time are steps in which the host has a say: a token
-that may not come yet, thoughts with a budget, conversations, bulk eviction, shared pages, a pool that may be full.
+host receives them during the next step. A row that ended is therefore in one step too many, of which nothing counts:
+neither tokens nor bytes nor measures. Made one at a time are steps in which the host has a say: a token that may not
+come yet, thoughts with a budget, conversations, bulk eviction, shared pages, a pool that may be full.
 """
 
 import time
@@ -39,9 +39,11 @@ MOST_STEPS = 64  # of a run: in between, progress is shown and what graders foun
 
 @dataclass
 class State:
-    """Static tensors of a captured step: rows (their numbers in a list) with padding, int64 [S] next tokens, sampler
-    state (None = greedy), fp32 [S, vocabulary] logits of the last step. `receive` takes each step's chosen tokens, and
-    which logits were finite."""
+    """Static tensors of a captured step.
+
+    Rows (their numbers in a list) with padding, int64 [S] next tokens, sampler state (None = greedy), fp32 [S,
+    vocabulary] logits of the last step. `receive` takes each step's chosen tokens, and which logits were finite.
+    """
 
     rows: Rows
     tokens: Tensor
@@ -66,9 +68,11 @@ class _Captured:
 
 
 class CapturedSteps:
-    """The captured steps of a runner, one per kind of `State`; without `capture`, nothing is. The runner's cache must
-    have been reserved, and a new one needs new graphs. Counted are steps that were replayed, and those that ran as they
-    are or were captured (`eager`), of which there are `captures`."""
+    """Captured steps of a runner, one per kind of `State`; none without `capture`.
+
+    The runner's cache must have been reserved, and a new one needs new graphs. Counts the steps that were replayed,
+    those that ran eagerly or were captured (`eager`), and the `captures`.
+    """
 
     def __init__(self, runner: Runner, capture: Capture | None) -> None:
         self._runner, self._store, self._capture = runner, runner.store, capture
@@ -195,8 +199,11 @@ class CapturedSteps:
 
 
 class Spoiled(ArithmeticError):
-    """A run of steps cannot go on: logits were not finite, and which layer began it is known only where steps are made
-    one by one; or a step could not be captured. Its rows can only be closed, and read again."""
+    """A run of steps cannot continue.
+
+    Logits were not finite, and the first such layer is known only where steps are made one by one; or a step could not
+    be captured. Its rows can only be closed, and read again.
+    """
 
 
 class NotCaptured(Spoiled):
@@ -214,7 +221,7 @@ class DecodeLoop:
             and those that failed, after which none is tried.
         alone: Requests whose steps are always made one at a time.
         shared: Yield single steps from `making` before they are made, so that a caller can batch them with others.
-        awaited: Returns True if a request waits for a run to end; called behind each of its steps.
+        awaited: Returns True if a request waits for a run to end; called after each of its steps.
     """
 
     def __init__(self, runner: Runner, capture: Capture | Literal["auto"] | None = "auto") -> None:
@@ -304,8 +311,10 @@ class DecodeLoop:
         return store.next_step_is_plain(numbers) and store.has_pages_for(len(numbers))
 
     def _run(self, rows: Sequence[Row], tokens: Sequence[int], most: int) -> tuple[float, int]:
-        """Makes up to `most` steps, until a row has ended or a request waits; tokens per second, and number of
-        steps."""
+        """Makes up to `most` steps, until a row has ended or a request waits.
+
+        Returns tokens per second and the number of steps.
+        """
         (graphs, before), numbers = self._loop(), [row.row for row in rows]
         counts, device = self._runner.store.pages.counts, self._runner.device
         replays, eager, captures = graphs.replays, graphs.eager, graphs.captures
@@ -341,8 +350,11 @@ class DecodeLoop:
 
 
 class _Run:
-    """Tokens and measurements of a run of `most` steps at most on their way to its rows. `over` are rows that have
-    ended, by index; `steps` those that the rows have taken in, `num_tokens` the tokens that counted."""
+    """Tokens and measurements of a run of at most `most` steps, before its rows receive them.
+
+    `over` are rows that have ended, by index; `steps` those that the rows have received, `num_tokens` the tokens that
+    counted.
+    """
 
     def __init__(self, rows: Sequence[Row], most: int, device: torch.device) -> None:
         self._rows = rows

@@ -41,10 +41,12 @@ AUTO_ROWS = (
 def grouped(
     model: LoadedModel, backend: str, batch_size: int | Literal["auto"]
 ) -> tuple[int | Literal["auto"], int | None]:
-    """`batch_size` and `group` of an engine whose answers are kept: groups only where the last bits of a row's products
-    depend on the rows that pass with it, so that these have to be the same every time. On a GPU, where few rows leave
-    it idle, `auto` has no groups all the same, and the run is `FREE`. Rows that would have each other's rotary tables
-    never pass together (`Runner.apart`)."""
+    """Settings `batch_size` and `group` of an engine whose answers are kept.
+
+    Groups only where the last bits of a row's products depend on the rows of its pass, which then have to be the same
+    every time. On a GPU, where few rows leave it idle, `auto` has no groups all the same, and the run is `FREE`. Rows
+    that would use each other's rotary tables never share a pass (`Runner.apart`).
+    """
     if model.rows_are_alone and backend_of(backend, model.device).rows_are_alone:
         return batch_size, None
     if batch_size == AUTO and model.device.type != "cpu":
@@ -171,8 +173,11 @@ class Engine:
         sizing: Sequence[Request] | None = None,
         force_generated: bool = False,
     ) -> Generator[Request | Step]:
-        """Does what `run` does, and yields before each prompt that it reads: several engines that share their prompts
-        then take turns. With `gives_steps` it also yields each decode step, which may be made with those of others."""
+        """Does the work of `run`, and yields before each prompt that it reads.
+
+        Several engines that share their prompts then take turns. With `gives_steps` it also yields each decode step,
+        which may be made with those of others.
+        """
         queue = RequestQueue(requests, group=self.group)
         batch = self.open_batch(
             queue, on_outcome=on_outcome, on_step=on_step, sizing=sizing, force_generated=force_generated
@@ -264,7 +269,7 @@ class Engine:
 
     @staticmethod
     def _sizes(requests: Sequence[Request], admission: Admission) -> dict[str, int]:
-        """The longest prompt, and most tokens behind one."""
+        """The longest prompt, and most tokens after one."""
         return {
             "prompt_tokens": max(request.num_prompt_tokens for request in requests),
             "new_tokens": max(admission.most_behind(request) for request in requests),
@@ -291,8 +296,10 @@ class Engine:
             self._made()
 
     def _reserve(self, requests: Sequence[Request], admission: Admission, further_rows: int) -> tuple[int, str]:
-        """Makes the cache, for fewer requests at once where there is no memory for `batch_size` of them: how many, and
-        why not even one fits (empty: it does)."""
+        """Allocates the cache, for fewer requests at once where there is no memory for `batch_size` of them.
+
+        Returns how many, and why not even one fits (empty: it does).
+        """
         rows_of = max(admission.rows(request) for request in requests)
         sizes = self._sizes(requests, admission)
         size = self.most_requests if isinstance(self.batch_size, int) else self._that_fit(rows_of, sizes)
@@ -309,9 +316,11 @@ class Engine:
             size //= 2
 
     def _that_fit(self, rows_of: int, sizes: dict[str, int]) -> int:
-        """Default number of concurrent requests: as many as make steps cheaper, and no more than fit, if every one
-        became as long as it may, in what a GPU's pool takes, or in half of what is free in main memory, where it
-        grows."""
+        """Default number of concurrent requests: as many as make steps cheaper, and no more than fit.
+
+        Each counts at its greatest length, against a GPU's pool, or against half of the free main memory, where the
+        pool grows.
+        """
         most, device = max(1, self.most_requests // rows_of), self.shape.device
         on_gpu = memory.free_bytes(device) is not None
         if self.runner.options.budget_bytes is not None or not (on_gpu or device.type == "cpu"):

@@ -21,8 +21,8 @@ def copied_tokens(prompt: Sequence[int], behind: Sequence[int], positions: Seque
 
     Args:
         prompt: Token ids of the prompt.
-        behind: All token ids behind it.
-        positions: Of the forced tokens in `behind`; the two tokens before one may belong to the prompt.
+        behind: All token ids after it.
+        positions: Positions of the forced tokens in `behind`; the two tokens before one may belong to the prompt.
 
     Returns:
         One flag for each of `positions`. The first two tokens of a copied span are no copies, and words that any text
@@ -63,8 +63,10 @@ class ChoiceMeter:
         self.take(self.measure(len(self.nll), logits).tolist())
 
     def measure(self, index: int, logits: Tensor) -> Tensor:
-        """The numbers that `take` takes of one token, fp32 on the device of its logits fp32 [vocabulary]; waits for
-        nothing."""
+        """Numbers of one token that `take` consumes, fp32 on the device of its logits fp32 [vocabulary].
+
+        Does not synchronise.
+        """
         token, logp = self.gold[index], torch.log_softmax(logits, -1)
         return torch.stack([logp[token], (_best(logp) == token).float()])
 
@@ -81,10 +83,13 @@ class ChoiceMeter:
 
 @dataclass
 class FidelityMeter(ChoiceMeter):
-    """Compares one row with the full, uncompressed cache, token by token, whose logits `reference` has, fp32
-    [len(gold), vocabulary]; further ones are not looked at. With `exact_first`, the first token is predicted by the
-    prompt's own forward pass, and not behind an end of the prompt that was read through the compressed cache. The first
-    `warmup` tokens are fed and not measured. `copied` says of each token whether it copies the prompt; empty: none."""
+    """Compares one row with the full, uncompressed cache, token by token.
+
+    `reference` has the full cache's logits, fp32 [len(gold), vocabulary]; further ones are ignored. With `exact_first`,
+    the first token is predicted by the prompt's forward pass, not after a prompt's end that was read through the
+    compressed cache. The first `warmup` tokens are fed and not measured. `copied` says of each token whether it copies
+    the prompt; empty: none.
+    """
 
     reference: Logits
     exact_first: bool = True

@@ -30,7 +30,7 @@ from kvbench.models import fused
 NAME = "kvbench"
 TAG = "_kvbench_layer"  # the attribute of a key tensor that says which layer of which session it belongs to
 CACHE_NAMES = ("cache", "past_key_values")  # what calls name the cache: since transformers 5.24, and before
-# What models hand to every attention function and what changes nothing in this one.
+# Arguments that models pass to every attention function and that change nothing in this one.
 HARMLESS = {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits"}
 
 
@@ -82,7 +82,7 @@ class SessionCache(Cache):
 
     @contextmanager
     def in_both(self) -> Iterator[None]:
-        """Lets layers with a state beside keys and values hand these on."""
+        """Lets layers with both a state and keys and values pass these on."""
         for held, native in self._both:
             vars(held).update({name: getattr(native, name) for name in HANDS_ON})
         try:
@@ -111,9 +111,11 @@ def attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The registered attention function: query [B, Hq, n, D], key and value [B, H, n, D], post-RoPE; returns [B, n, Hq,
-    D]. Refuses a layer that asks for what the store does not reproduce: a mask, a window that binds, caps or sinks
-    that are not those of the store's softmax, later tokens, several calls, or anything that is not known."""
+    """Registered attention function: query [B, Hq, n, D], key and value [B, H, n, D], to [B, n, Hq, D].
+
+    Keys and queries are post-RoPE. Refuses a layer whose call the store does not reproduce: a mask, a window that
+    binds, caps or sinks other than those of the store's softmax, later tokens, several calls, or an unknown argument.
+    """
     layer = getattr(key, TAG, None)
     if layer is None:
         raise _NotOurs(
@@ -165,7 +167,7 @@ def attention(
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """No padding exists anywhere, so no mask is ever needed: causality is the attention function's business."""
+    """Mask function without a mask: there is no padding, and the attention function is causal."""
 
 
 AttentionInterface.register(NAME, attention)
@@ -212,9 +214,11 @@ NATIVE_CACHES = ("dynamic", "fp8", "quanto-4", "quanto-2", "hqq-4", "hqq-2")
 
 
 def native_cache(model: PreTrainedModel, kind: str, max_tokens: int = 0) -> Cache:
-    """One of transformers' own caches, empty, to compare with; the model must not be attached then. The kind is
-    `dynamic`; `static`, which holds `max_tokens`; `fp8`; or a package that quantises and its bits, such as `quanto-4`.
-    Raises ImportError where transformers is too old for it, or the package is missing."""
+    """An empty cache of transformers, for comparison; the model must not be attached then.
+
+    The kind is `dynamic`; `static`, which holds `max_tokens`; `fp8`; or a package that quantises and its bits, such as
+    `quanto-4`. Raises ImportError where transformers is too old for it, or the package is missing.
+    """
     if kind == "dynamic":
         return DynamicCache(config=model.config)
     if kind == "static":
@@ -227,8 +231,10 @@ def native_cache(model: PreTrainedModel, kind: str, max_tokens: int = 0) -> Cach
 
 
 def rewind(cache: Cache, tokens: int) -> None:
-    """Makes a static cache forget all but the first tokens; its tensors stay where they are, as a CUDA graph needs.
-    Raises ImportError where this transformers counts them in another way."""
+    """Truncates a static cache to its first tokens; tensors keep their addresses, as a CUDA graph needs.
+
+    Raises ImportError where this transformers counts them in another way.
+    """
     for layer in cache.layers:
         count = getattr(layer, "cumulative_length", None)
         if not isinstance(count, Tensor):
@@ -259,8 +265,10 @@ def native_cache_bytes(cache: Cache) -> int:
 def forward(
     model: PreTrainedModel, session: Session, token_ids: Tensor, positions: Tensor, past: int, num_logits: int
 ) -> Tensor:
-    """One forward pass through a session over tokens int64 [B, n] at their true positions int64 [B, n], behind `past`
-    tokens in transformers' count. Returns the last logits, fp32 [B, num_logits, vocabulary]."""
+    """One forward pass through a session over tokens int64 [B, n] at their true positions int64 [B, n].
+
+    They come after `past` tokens in transformers' count. Returns the last logits, fp32 [B, num_logits, vocabulary].
+    """
     cache = SessionCache(session, model.config.get_text_config().num_hidden_layers, past)
     try:
         calls = calls_noted(model, session.note) if session.wants_calls else nullcontext()
@@ -297,8 +305,11 @@ class _Outlined(Session):
 
 
 def check_pass(model: PreTrainedModel, store: CompressedStore) -> None:
-    """Refuses an outline of a model, on the meta device, that asks of attention what the store does not reproduce
-    (`attention`). What torch cannot do without numbers ends the pass; then the first one with weights refuses."""
+    """Refuses an outline of a model, on the meta device, whose attention the store does not reproduce.
+
+    See `attention`. An operation that torch cannot do without numbers ends the pass; then the first pass with weights
+    refuses.
+    """
     session, held = _Outlined(store), native_cache(model, "dynamic").layers
     session.states = {number: held[number] for number in layer_kinds(model.config).states}
     tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")

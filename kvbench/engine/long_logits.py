@@ -1,8 +1,8 @@
 """Logits of many positions, made a piece at a time: those of a long answer would fill the memory with its vocabulary.
 
 16,384 tokens of a vocabulary of 128,256 are 8.4 GB of logits, and 134 MB of what a model of 4,096 channels makes them
-from. So the pass over the text keeps the latter, and the model's own head is run over a piece of it when a logit of the
-piece is asked for.
+from. So the pass over the text keeps the latter, and the model's head is run over a piece of it when a logit of the
+piece is read.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,8 +18,10 @@ PIECE = 256  # positions whose logits are held at once; texts up to here are rea
 
 
 class LongLogits:
-    """Logits of positions one after another, fp32; `logits[i]` is [vocabulary]. The model's head makes them of [n, E]
-    what the last layer gave, normed as the head takes it."""
+    """Logits of consecutive positions, fp32; `logits[i]` is [vocabulary].
+
+    The model's head makes them on access from [n, E], the normed output of the last layer.
+    """
 
     def __init__(self, model: PreTrainedModel, hidden: Tensor) -> None:
         self._model, self._hidden = model, hidden
@@ -59,8 +61,10 @@ def take(logits: Logits, indices: Sequence[int]) -> Logits:
 
 
 def read_long(model: PreTrainedModel, num_logits: int, forward: Callable[[], Tensor]) -> LongLogits:
-    """Runs a pass for the logits of its last positions; `forward` runs the model over the text, for the logits of its
-    last position alone."""
+    """Runs a pass for the logits of its last positions.
+
+    `forward` runs the model over the text, for the logits of its last position alone.
+    """
     hidden: list[Tensor] = []
 
     def note(module: torch.nn.Module, arguments: Any, output: Any) -> None:
@@ -76,7 +80,7 @@ def read_long(model: PreTrainedModel, num_logits: int, forward: Callable[[], Ten
 
 @torch.no_grad()
 def _head(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """fp32 [n, vocabulary]: the model's operations behind its last layer, with its scales and caps."""
+    """Output of the model's operations after its last layer, fp32 [n, vocabulary], with scales and caps."""
     with _replaced(model.base_model, BaseModelOutputWithPast(last_hidden_state=hidden[None])):
         ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
         out = model(input_ids=ids, use_cache=False, logits_to_keep=len(hidden), return_dict=True)

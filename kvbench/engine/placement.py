@@ -15,8 +15,10 @@ OFFLOADED = {"meta", "disk"}
 
 
 def spans_of(model: PreTrainedModel) -> tuple[DeviceSpan, ...]:
-    """Runs of layers that share a device, in the order of the layers; empty where all of the model shares one. Refuses
-    a layer that lies on more than one device."""
+    """Runs of layers that share a device, in layer order; empty where the whole model is on one.
+
+    Refuses a layer that is on more than one device.
+    """
     devices = {weight.device for weight in model.parameters()}
     if len(devices) < 2:
         return ()
@@ -65,8 +67,10 @@ def _is_cut(model: PreTrainedModel) -> bool:
 
 
 def check(model: PreTrainedModel, name: str) -> None:
-    """Refuses weights whose cache could not lie beside them (`UnsupportedModel`), with the reason and what works
-    instead; `name` is what the model is called in messages."""
+    """Refuses weights with which a cache could not share their devices (`UnsupportedModel`).
+
+    The message has the reason and a remedy; `name` is the model's name in messages.
+    """
     devices = sorted({str(weight.device) for weight in model.parameters()})
     spread = len(devices) > 1 or getattr(model, "hf_device_map", None)  # else it is an outline, which nobody offloaded
     if (spread and OFFLOADED & set(devices)) or {device.partition(":")[0] for device in devices} == {"cpu", "cuda"}:

@@ -1,5 +1,7 @@
-"""Second passes over a prompt, for methods with a probe: the passes, and the uncompressed prompt that they attend
-to."""
+"""Second passes over a prompt, for methods with a probe.
+
+The passes, and the uncompressed prompt that they attend to.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,7 +22,7 @@ FEWEST_TOKENS = 32  # of a part; shorter ones would take dozens of passes over a
 
 @dataclass(frozen=True)
 class Pass:
-    """Tokens that are read behind a whole prompt, the last of which are its tokens from `first` up to `end` again."""
+    """Tokens that are read after a whole prompt, the last of which are its tokens from `first` up to `end` again."""
 
     first: int
     end: int
@@ -30,8 +32,11 @@ class Pass:
 def plan_passes(
     probe: Probe, tokenizer: "PreTrainedTokenizerBase", prompt: Sequence[int], closing: Sequence[int], max_tokens: int
 ) -> list[Pass]:
-    """The passes to read behind a prompt so that every token of it is repeated once, where the model's context leaves
-    room for a part. `closing` are the tokens that close a user's turn and open the answer, none outside of chats."""
+    """Passes to read after a prompt so that every token of it is repeated once.
+
+    Parts for which the model's context leaves no room are left out. `closing` are the tokens that close a user's turn
+    and open the answer, none outside of chats.
+    """
     ask, go_on = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in (probe.ask, probe.go_on))
     around = max(len(ask), len(go_on) + probe.overlap_tokens) + len(closing)
     room, length = max_tokens - len(prompt) - around, len(prompt)
@@ -69,8 +74,10 @@ class _HeldLayer:
 
 
 class Uncompressed:
-    """A prompt that was read and is not compressed yet: its layers, and what passes behind it gave. `part` is the first
-    token that the pass under way repeats, and the one after its last."""
+    """A prompt that was read and is not compressed yet: its layers, and the results of passes after it.
+
+    `part` is the first token that the current pass repeats, and the one after its last.
+    """
 
     def __init__(self, store: CompressedStore) -> None:
         self._store, self._layers, self.part = store, dict[int, _HeldLayer](), (0, 0)
@@ -78,29 +85,37 @@ class Uncompressed:
         self._wants_queries = bool(spec.prefill_queries or spec.slot_queries)
 
     def hold(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, call: AttentionCall | None) -> None:
-        """Takes a layer of the model: queries [Hq, N, D], keys and values [H, N, D], the model's call. Queries are kept
-        only where something will look at them, and billed where that is the method."""
+        """Stores a layer of the model: queries [Hq, N, D], keys and values [H, N, D], the model's call.
+
+        Queries are kept only where something will read them, and billed where that is the method.
+        """
         wanted = self._wants_queries or self._store.watcher is not None
         store, number = self._store.kind_of(layer)
         self._layers[layer] = _HeldLayer(store, number, q if wanted else None, k, v, scale, call)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Attention of the tokens of a pass, q [Hq, m, D], over the prompt and themselves, in the same shape; notes
-        their queries and keys."""
+        """Attention of the tokens of a pass, q [Hq, m, D], over the prompt and themselves, in the same shape.
+
+        Records their queries and keys.
+        """
         held = self._layers[layer]
         held.replays.append(Replay(first=self.part[0], end=self.part[1], q=q, k=k))
         return held.store.replay_attention(held.number, q, k, v, held.k, held.v, scale)
 
     def attend_stored(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Attention of the last tokens of a pass, q [Hq, n, D], in a layer that shares the keys of a held one, k and v
-        [H, m, D] of the whole pass; notes nothing."""
+        """Attention of the last tokens of a pass, q [Hq, n, D], in a layer that shares the keys of a held one.
+
+        k and v [H, m, D] are of the whole pass. Records nothing.
+        """
         held, num_new = self._layers[layer], q.shape[1]
         past_k, past_v = (torch.cat([old, new[:, :-num_new]], 1) for old, new in ((held.k, k), (held.v, v)))
         return held.store.replay_attention(held.number, q, k[:, -num_new:], v[:, -num_new:], past_k, past_v, scale)
 
     def compress(self, row: int, num_tokens: int) -> int:
-        """Hands the layers to the store, each with what the passes gave of it, and forgets them; `num_tokens` are those
-        that the passes read. Returns the bytes that were held."""
+        """Hands the layers to the store, each with its results of the passes, and drops them.
+
+        `num_tokens` are those that the passes read. Returns the bytes that were held.
+        """
         held_bytes = sum(layer.num_bytes(self._wants_queries) for layer in self._layers.values())
         self._store.ledger.note_probe(row, held_bytes, num_tokens)
         for layer in list(self._layers):

@@ -26,8 +26,10 @@ Queries = tuple[Tensor, float]  # queries, factor on the logits
 
 @dataclass
 class Recording:
-    """Copies of what the store is given of one prompt; one that needs more than `limit_bytes` is not held at all. Each
-    of `others` measures it too, by how it does."""
+    """Copies of the store's inputs of one prompt; one that needs more than `limit_bytes` is not held at all.
+
+    Each of `others` measures it too, by its rules.
+    """
 
     limit_bytes: int
     keeps_queries: bool = False
@@ -68,7 +70,7 @@ class Recording:
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            del self.others[how]  # its own run meets the fault, and tells
+            del self.others[how]  # its own run meets and reports the fault
             self.measured.pop(how, None)
             return
         measured = _copied(measured, scored.k, scored.v)
@@ -91,7 +93,7 @@ class _Entry:
     measured: dict[Hashable, list[ScoredLayer]]  # by how scores were computed
     num_bytes: int
     probed: tuple[int, int]  # bytes that a probe's passes held and tokens that they read
-    states: dict[int, Any]  # behind the prompt, of layers that hold one
+    states: dict[int, Any]  # after the prompt, of layers that hold one
 
 
 class PromptCache:
@@ -116,9 +118,11 @@ class PromptCache:
     def read(
         self, session: Dense, prompt: Hashable, forward: Callable[[], Logits], probed_with: Hashable = None
     ) -> Logits:
-        """Replays a prompt into the row of a session (a `Prefill`, or a `Dense`, which stores nothing), or runs the
-        model over it and remembers; the logits that `forward` gives. `prompt` is everything that decides the forward
-        pass, the model and the tokens; `probed_with` what else the scores depend on where the method has a probe."""
+        """Replays a prompt into the row of a session, or runs the model over it and records it; returns the logits.
+
+        The session is a `Prefill`, or a `Dense`, which stores nothing. `prompt` is everything that decides the forward
+        pass, the model and the tokens; `probed_with` the other inputs of the scores where the method has a probe.
+        """
         store = session.store
         key = (type(session), session.num_prompt_tokens, store.backend.name, prompt)
         measured: Hashable = how_measured(store) if isinstance(session, Prefill) else None
@@ -194,8 +198,10 @@ class PromptCache:
 
 
 def how_measured(store: CompressedStore) -> tuple[ScoreSpec, str] | None:
-    """All that decides the scores of a prompt and the queries kept of it, beside the prompt: the policy's statistic, by
-    class and settings, and granularity; None when nothing but keys and values decides."""
+    """Everything that decides the scores of a prompt and the queries kept of it, except the prompt.
+
+    The policy's statistic, by class and settings, and granularity; None when keys and values alone decide.
+    """
     spec = store.policy.score
     if spec.only_keys_and_values:
         return None

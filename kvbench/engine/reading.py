@@ -41,8 +41,10 @@ class Reader:
         self.contexts = SharedContexts(runner, requests, self._begins_with, self._read)
 
     def open(self, sample: Sample) -> Generator[list[Row] | None]:
-        """Reads a prompt; yields its rows at last, and None wherever other rows may make a step before it is read on.
-        After an exception, or when the generator is closed, no row of it stays open."""
+        """Reads a prompt; yields None wherever other rows may make a step, and finally its rows.
+
+        After an exception, or when the generator is closed, no row of it stays open.
+        """
         request, spent_s, begin = sample.request, 0.0, time.perf_counter()
         sample.shares_context = self.contexts.holds(request)
         rows: list[Row] = []
@@ -69,7 +71,7 @@ class Reader:
             sample.open_rows.pop()
 
     def force(self, row: int, request: Request, logits: Tensor, forced: Forced, reference: Logits) -> ForcedRow:
-        """A row in which answers are forced and compared with the full cache's logits behind the prompt."""
+        """A row in which answers are forced and compared with the full cache's logits after the prompt."""
         exact = self._sees_all(request)
         meter = FidelityMeter(
             forced.gold,
@@ -81,7 +83,7 @@ class Reader:
         return ForcedRow(row=row, request=request, logits=logits, meter=meter, ends=forced.ends)
 
     def reference(self, request: Request, forced: Forced) -> Logits:
-        """The full cache's logits behind a prompt and behind each token that is forced."""
+        """The full cache's logits after a prompt and after each token that is forced."""
         return self._runner.full_logits([*request.prompt, *forced.behind], num_logits=len(forced.behind) + 1)
 
     def _note_time(self, sample: Sample, seconds: float) -> None:
@@ -117,11 +119,14 @@ class Reader:
         return fork
 
     def _prefill(self, sample: Sample) -> Iterator[tuple[int, Tensor, Logits | None] | None]:
-        """Reads a prompt into a new row; gives None between chunks, and at last the row, next-token logits [vocabulary]
-        and the full cache's logits behind the prompt and behind each token that is forced."""
+        """Reads a prompt into a new row; yields None between chunks, and finally the row and logits.
+
+        These are next-token logits [vocabulary], and the full cache's logits after the prompt and after each forced
+        token.
+        """
         request, runner = sample.request, self._runner
         forced, rest, sees_all = self._admission.forced(request), request.segments[1:], self._sees_all(request)
-        # Tokens behind the prompt attend to the uncompressed prompt in the same pass, if there is one: their logits are
+        # Tokens after the prompt attend to the uncompressed prompt in the same pass, if there is one: their logits are
         # the full-cache reference.
         reference: Logits | None = None
         if rest:

@@ -32,7 +32,7 @@ class Clock:
         return self.busy_s() + self.idle_s
 
     def wait_until(self, at_s: float) -> None:
-        """Passes over the time until a moment, where it lies ahead; to a nanosecond behind it, whatever is rounded."""
+        """Passes over the time until a moment, where it lies ahead; to a nanosecond after it, whatever is rounded."""
         self.idle_s = max(self.idle_s, at_s - self.busy_s() + 1e-9)
 
 
@@ -40,7 +40,7 @@ class RequestQueue:
     """Requests in their own order, which depends on nothing else: a preempted one comes back to its index.
 
     Args:
-        requests: In the order in which they are answered.
+        requests: Requests in the order in which they are answered.
         group: Requests that are answered together before the next ones begin; None = each comes as soon as there is
             room.
         arrivals_s: Seconds of the clock, ascending, at which each request is there; None = all are.

@@ -7,17 +7,17 @@ from itertools import chain
 # bin is the token that the prompt's own pass predicts.
 BINS = (0, 1, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096)
 
-# What readers of a score should know of how it came about; `SampleRecord.flags` says what they mean.
+# Circumstances of a score that its readers should know; see `SampleRecord.flags`.
 FALLBACK, OUT_OF_TIME, SEVERAL = "fallback", "out_of_time", "several"
 FLAGS = (FALLBACK, OUT_OF_TIME, SEVERAL)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """Words said behind an answer, and the right answer to them.
+    """Words said after an answer, and the right answer to them.
 
     Args:
-        tokens: Token ids that are read behind the answer: its end, what the user says, and what opens the next answer.
+        tokens: Token ids that are read after the answer: its end, what the user says, and what opens the next answer.
         gold: As `Request.gold`.
         answers: As `Request.answers`.
     """
@@ -35,7 +35,7 @@ class Thoughts:
         opened: The prompt ends inside them.
         budget_tokens: Most tokens of them, which do not count as the answer's; None = they count, and have no limit of
             their own.
-        end: Token ids that are put behind thoughts which have used up their budget, so that the answer begins.
+        end: Token ids that are put after thoughts which have used up their budget, so that the answer begins.
     """
 
     opened: bool = False
@@ -56,25 +56,25 @@ class Request:
         gold: Token ids of the reference answer for teacher forcing; empty when the sample has none.
         warmup_tokens: First tokens of `gold` that are fed and not measured.
         answers: The right answers as the task has them, for people; nothing is computed from them.
-        choices: Token ids of continuations whose log-likelihoods are wanted; each is scored on a fork of the one
+        choices: Token ids of continuations to score by log-likelihood; each is scored on a fork of the one
             compressed prompt.
-        turns: What follows the first answer, in a conversation: each is read into the cache behind the answer before
+        turns: Later turns of a conversation: each is read into the cache after the answer before
             it, and answered in its turn.
-        thoughts: How the answers may begin with thoughts; None where the prompt is no chat.
-        max_new_tokens: Length limit of each answer; 0 asks for none, and only `gold` is forced.
+        thoughts: Form of thoughts at the beginning of answers; None where the prompt is no chat.
+        max_new_tokens: Length limit of each answer; 0 generates none, and only `gold` is forced.
         min_new_tokens: Stop rules are ignored before this many tokens.
         stop: The answer ends before the first of these strings.
         stop_token_ids: The answer ends before the first of these tokens.
         temperature: 0 is greedy; > 0 samples.
         top_p: Nucleus mass in (0, 1].
-        num_samples: Answers wanted; > 1 only makes sense with temperature > 0.
+        num_samples: Number of answers; > 1 only makes sense with temperature > 0.
         instruction_tokens: First tokens of the prompt that stand before what the user says: a system prompt, with what
             a chat template puts around it; 0 = none, or not known.
         closing_tokens: Last tokens of the prompt that close what the user says and open the answer, as a chat template
             puts them; 0 = none, or not known.
         num_prompt_tokens_untruncated: Length of the prompt before the task's truncation rule.
         past_context: `gold` may go on beyond the model's context, as streams do.
-        meta: Anything the task wants back in the journal (JSON types only).
+        meta: Data of the task for the journal (JSON types only).
     """
 
     sample_id: str
@@ -123,7 +123,7 @@ class Request:
 
     @property
     def conversation_tokens(self) -> int:
-        """Most tokens of all that comes behind the prompt: the answers, and what is said between them."""
+        """Most tokens of all that comes after the prompt: the answers, and what is said between them."""
         return self.answer_tokens * (len(self.turns) + 1) + sum(len(turn.tokens) for turn in self.turns)
 
     @property

@@ -1,8 +1,8 @@
 """Memory of a GPU that the page pool leaves to prompts.
 
-The pool of a GPU is made once. How much reading takes beside it is measured by reading the longest prompt before; where
-that was too little, as with a library that takes memory later, the pool is made anew, half as large, before a sample is
-lost.
+The pool of a GPU is made once. The memory that reading takes in addition is measured by reading the longest prompt
+before; where that was too little, as with a library that takes memory later, the pool is made anew, half as large,
+before a sample is lost.
 """
 
 import warnings
@@ -39,12 +39,14 @@ class PromptRoom:
         return is_free and memory.free_bytes(runner.device) is not None
 
     def measure(self, requests: Sequence[Request], read: Callable[[Request], object]) -> None:
-        """Reads the longest prompt, and leaves what it took. Where there is no memory for it, shorter ones are tried,
-        and a warning says how many are longer than what could be read.
+        """Reads the longest prompt and reserves the memory that it took.
+
+        Where there is too little for it, shorter ones are tried, and a warning says how many are longer than what could
+        be read.
 
         Args:
             requests: Any of the run.
-            read: Reads a request's prompt into a cache that is there, and forgets it.
+            read: Reads a request's prompt into an existing cache, and drops it.
         """
         ordered = sorted(requests, key=lambda request: max(map(len, request.segments)), reverse=True)
         index = self._measured = 0
@@ -68,8 +70,10 @@ class PromptRoom:
             )
 
     def shrink(self) -> bool:
-        """Has the next cache's pool be half as large as that of the present one; False where that was done often
-        enough, or does not apply."""
+        """Halves the next cache's pool relative to the present one.
+
+        Returns False where that was done often enough, or does not apply.
+        """
         free = memory.free_bytes(self._runner.device)
         if free is None or not self.applies or self.shrinks == MOST_SHRINKS:
             return False
@@ -91,7 +95,7 @@ class PromptRoom:
         return not is_known
 
     def restore(self) -> bool:
-        """Has the next cache leave what the longest prompt took; False where the present one does."""
+        """Reserve the longest prompt's memory in the next cache; False where the present one does."""
         had, self.shrinks = self.shrinks, 0
         self._runner.spare_bytes = self._measured
         return had > 0

@@ -1,6 +1,6 @@
 """Rows and samples in flight while the engine decodes.
 
-In a conversation, what is said behind an answer is read into the same compressed cache, and answered in its turn: the
+In a conversation, what is said after an answer is read into the same compressed cache, and answered in its turn: the
 cache keeps what it holds of the prompt and of the answers so far, and nothing is read again.
 """
 
@@ -27,7 +27,7 @@ class Row(ABC):
         token: The token to feed next, once it is chosen.
         timing: Seconds, tokens and rows of its steps so far.
         ready: The token to feed where it is known without logits; None in it = the row is over.
-        report: What `Runner.report` said when the row ended, where the device has made a step more since.
+        report: Result of `Runner.report` at the row's end, where the device has made a step more since.
     """
 
     row: int
@@ -59,8 +59,10 @@ class Row(ABC):
 
     @abstractmethod
     def leave_answer(self, runner: Runner) -> tuple[Turn, list[int]] | None:
-        """Ends an answer of a conversation: the next turn, and the tokens of the answer that the model has not read;
-        None where the conversation is over."""
+        """Ends an answer of a conversation; returns the next turn, and the answer's tokens that were not read.
+
+        None where the conversation is over.
+        """
 
     @property
     def drawing(self) -> Drawing | None:
@@ -68,7 +70,7 @@ class Row(ABC):
         return None
 
     def next_turn(self, runner: Runner) -> bool:
-        """Reads what is said behind an answer that is over into its row; False where the conversation is over."""
+        """Reads what is said after an answer that is over into its row; False where the conversation is over."""
         begin = time.perf_counter()
         if (left := self.leave_answer(runner)) is None:
             return False
@@ -92,11 +94,12 @@ class Row(ABC):
 
 @dataclass(kw_only=True)
 class AnswerRow(Row):
-    """A free answer, one of several by its index. Of a conversation, `turns` are the answers before this one, as they
-    go into the journal.
+    """A free answer, one of several by its index.
+
+    Of a conversation, `turns` are the answers before this one, as they go into the journal.
 
     Args:
-        seed: Of its random numbers (`answer_seed`); None for greedy decoding.
+        seed: Seed of its random numbers (`answer_seed`); None for greedy decoding.
         chosen: Tokens that the model has chosen so far, in all answers of the row.
     """
 
@@ -165,9 +168,11 @@ class AnswerRow(Row):
 
 @dataclass(kw_only=True)
 class ForcedRow(Row):
-    """Tokens that are being forced, and the meter of what is measured on them: a choice by its index, None for the
-    answer that is compared with the full cache. Of a conversation, `ends` says how many tokens are forced up to the end
-    of each answer but the last."""
+    """Tokens that are being forced, with their meter.
+
+    The index is that of a choice, None for the answer that is compared with the full cache. Of a conversation, `ends`
+    are the tokens forced up to the end of each answer but the last.
+    """
 
     meter: ChoiceMeter
     choice: int | None = None
@@ -204,8 +209,10 @@ class ForcedRow(Row):
 
 @dataclass
 class Sample:
-    """A request in flight: its open rows, by the runner's numbers, and its outcomes so far. With `shares_context`,
-    another request had read its first segment, so that `prefill_s` is of the rest alone."""
+    """A request in flight: its open rows, by the runner's numbers, and its outcomes so far.
+
+    With `shares_context`, another request had read its first segment, so that `prefill_s` is of the rest alone.
+    """
 
     request: Request
     prefill_s: float | None = None  # None: not measured

@@ -1,6 +1,6 @@
 """A model and a compressed cache: rows of tokens in, logits out.
 
-The engine answers requests on top of it; benches, tests and people who bring their own loop use it as it is.
+The engine answers requests on top of it; benches, tests and other decode loops use it directly.
 """
 
 import time
@@ -32,8 +32,10 @@ LEAST_SHARE = 1e-3  # of a GPU's free memory, for the page pool
 
 
 class NotFinite(ArithmeticError):
-    """Logits were NaN or infinite; `layer` is the first layer whose attention output was not finite, -1 when none
-    was."""
+    """Logits were NaN or infinite.
+
+    `layer` is the first layer whose attention output was not finite, -1 when none was.
+    """
 
     def __init__(self, layer: int) -> None:
         super().__init__(f"logits are not finite (first bad attention layer: {layer if layer >= 0 else 'none'})")
@@ -41,9 +43,12 @@ class NotFinite(ArithmeticError):
 
 
 def finite_rows(logits: Tensor, *, waits: bool = False, out: Tensor | None = None) -> Tensor:
-    """bool [S]: which rows of logits [S, vocabulary] are finite, by their extremes. To look at each number takes a
-    tenth of a small model's step with many rows. Who may wait for the answer gets it from the sums first on a CPU,
-    which take half as long: a finite one is of finite numbers. `out` of whole numbers gets 0 and 1."""
+    """Mask bool [S] of the finite rows of logits [S, vocabulary], by their extremes.
+
+    Reading each number takes a tenth of a small model's step with many rows. Callers that may wait (`waits`) get it on
+    a CPU from the sums first, which take half as long: a finite sum is of finite numbers. `out`, of integers, receives
+    0 and 1.
+    """
     if waits and logits.device.type == "cpu":
         finite = torch.isfinite(logits.sum(1))
         if bool(finite.all()):
@@ -66,11 +71,11 @@ class Runner:
         prompts: Shared by runners that read the same prompts of one model under other settings; None reads every one.
         chunk: Tokens of a prompt that are read at once; the method drops or quantises what it will before it reads on.
             None = all: the prompt is read with everything before it uncompressed.
-        shares_pool: What a row keeps may depend on the others, for methods that evict where pages run out.
+        shares_pool: A row's kept tokens may depend on other rows, for methods that evict where pages run out.
 
     Attributes:
         probe_s: Seconds that the second pass over the last prompt took, compression included; 0 without one.
-        spare_bytes: Of a GPU, that the next cache's pool leaves where its size follows from what is free.
+        spare_bytes: Bytes of a GPU that the next cache's pool leaves free where its size follows from free memory.
         lengths: The model's rotary tables that depend on a row's length.
 
     Raises:
@@ -149,7 +154,7 @@ class Runner:
 
         Args:
             prompt: Token ids; they are compressed and kept.
-            lookahead: Token ids behind the prompt that are read in the same pass and not kept. They attend to the
+            lookahead: Token ids after the prompt that are read in the same pass and not kept. They attend to the
                 uncompressed prompt, so their logits are those of the full cache.
             new_tokens: Most tokens that will follow the prompt, which a budget in bytes has to have room for; None = as
                 many as were reserved.
@@ -201,12 +206,14 @@ class Runner:
     def read_chunks(
         self, prompt: Sequence[int], new_tokens: int | None = None, instruction_tokens: int = 0
     ) -> Iterator[tuple[int, Tensor] | None]:
-        """Reads a prompt into a new row chunk by chunk, as `read` does; other rows may make steps in between. Yields
-        None after every chunk but the last, and then the result of `read`; after an early close no row is open.
+        """Reads a prompt into a new row chunk by chunk, as `read` does; other rows may make steps in between.
+
+        Yields None after every chunk but the last, then the result of `read`; after an early close no row is open.
 
         The first chunk is the shorter one where the prompt is no multiple, so that the last queries, which many methods
         rank by, are a whole chunk's. No prompt cache is used: the tokens that a chunk sees depend on the method's plans
-        for those before."""
+        for those before.
+        """
         assert self.chunk is not None
         row = self._opened(self.store.open_row(new_tokens, min(instruction_tokens, len(prompt))))
         try:
@@ -226,15 +233,19 @@ class Runner:
         yield row, logits
 
     def full_logits(self, tokens: Sequence[int], num_logits: int) -> Logits:
-        """Logits fp32 [num_logits, vocabulary] at the end of a text that is read with the full cache; keeps nothing,
-        and raises NotFinite."""
+        """Logits fp32 [num_logits, vocabulary] at the end of a text that is read with the full cache.
+
+        Keeps nothing, and raises NotFinite.
+        """
         session = Dense(self.store)
         session.states = self.states.anew()
         return self._read(session, list(tokens), num_logits)
 
     def append(self, row: int, tokens: Sequence[int]) -> Tensor:
-        """Reads more tokens into a row: at once where the policy only appends, else one by one like an answer. Returns
-        logits fp32 [vocabulary] after the last of them; raises NotFinite."""
+        """Reads more tokens into a row: at once where the policy only appends, else one by one like an answer.
+
+        Returns logits fp32 [vocabulary] after the last of them; raises NotFinite.
+        """
         if self.store.takes_chunks:
             session = Segment(self.store, row)
             session.states = self.states.of([row])
@@ -252,8 +263,10 @@ class Runner:
         return logits
 
     def try_step(self, rows: Sequence[int], tokens: Sequence[int]) -> tuple[Tensor, dict[int, int]]:
-        """Makes a `step` in which rows whose logits are not finite do not stop the others: also gives their index in
-        `rows` and the first layer whose attention output was not finite (-1: none was)."""
+        """Makes a `step` in which rows with non-finite logits do not stop the others.
+
+        Also returns their index in `rows` and the first layer whose attention output was not finite (-1: none was).
+        """
         if len(parts := self.apart(rows)) > 1:
             return self._steps(parts, rows, tokens)
         self.store.begin_step(rows)
@@ -268,8 +281,10 @@ class Runner:
         return logits, {i: session.first_bad_layer(i) for i in (~finite).nonzero()[:, 0].tolist()}
 
     def apart(self, rows: Sequence[int]) -> list[list[int]]:
-        """Divides rows, by their index, into those whose next tokens one pass may read: others would have each other's
-        rotary tables. Almost every model reads all of them together."""
+        """Divides rows, by index, into those whose next tokens one pass may read.
+
+        Others would use each other's rotary tables. Almost every model reads all of them together.
+        """
         parts: dict[tuple[int, ...], list[int]] = {}
         for index, row in enumerate(rows):
             kind = self.lengths.kind(self.store.counters.seen[row] + 1) if self.lengths else ()
@@ -318,8 +333,10 @@ class Runner:
         return self.store.ledger.report(row)
 
     def generate(self, prompt: Sequence[int], max_new_tokens: int) -> tuple[int, list[int]]:
-        """The most likely continuation of one prompt, token by token, up to the model's end token: the row, still open,
-        and the new token ids."""
+        """Greedy continuation of one prompt, token by token, up to the model's end token.
+
+        Returns the row, still open, and the new token ids.
+        """
         row, logits = self.read(prompt)
         tokens = [int(logits[-1].argmax())]
         while len(tokens) < max_new_tokens and tokens[-1] not in self.loaded.eos_token_ids:
@@ -351,7 +368,7 @@ class Runner:
         return self.prompts.read(session, (self.loaded.decides, num_logits, *tokens), forward, closing)
 
     def probe_room(self, prompt: Sequence[int]) -> int:
-        """Tokens that a prompt and a pass behind it may have together."""
+        """Tokens that a prompt and a pass after it may have together."""
         return min(self.loaded.max_tokens, self.lengths.limit(len(prompt)))
 
     def _probe(self, session: Dense, prompt: list[int], closing: tuple[int, ...]) -> None:

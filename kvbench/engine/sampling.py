@@ -1,8 +1,8 @@
 """Sampling of a row's next token: the likeliest, or one drawn by a request's temperature and top_p.
 
 A draw is a function of the logits, the seed of the answer and the number of choices before it. Its sums are of whole
-numbers, which have no order, so that a token does not depend on the batch, on the device, or on who steps. No state of
-a generator has to follow, so a captured step draws too.
+numbers, which have no order, so that a token does not depend on the batch, on the device, or on the kind of step. No
+state of a generator has to follow, so a captured step draws too.
 """
 
 import hashlib
@@ -21,8 +21,10 @@ Drawing = tuple[int, int, float, float]  # of a row: seed, tokens chosen before,
 
 
 def answer_seed(seed: int, sample_id: str, repeat: int) -> int:
-    """The seed of one answer's own random numbers, in 64 bits, signed: a sampled answer does not depend on the batch
-    that it ran in."""
+    """Seed of one answer's random numbers, in 64 bits, signed.
+
+    A sampled answer does not depend on the batch that it ran in.
+    """
     digest = hashlib.sha256(f"{seed}\x00{sample_id}\x00{repeat}".encode()).digest()
     return int.from_bytes(digest[:8], "little", signed=True)
 
@@ -49,7 +51,7 @@ def _signed(number: int) -> int:
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """To the right, with zeros coming in."""
+    """Shift to the right, with zeros coming in."""
     return (x >> bits) & (2 ** (64 - bits) - 1)
 
 
@@ -78,8 +80,10 @@ class Draws:
             self.top_p.copy_(others.top_p)
 
     def next(self, logits: Tensor, retry: bool = False, waits: bool = False) -> Tensor:
-        """Chooses tokens int64 [S] under logits fp32 [S, vocabulary]; `retry` as in `random_numbers`, `waits` as in
-        `draw`."""
+        """Chooses tokens int64 [S] under logits fp32 [S, vocabulary].
+
+        `retry` is as in `random_numbers`, `waits` as in `draw`.
+        """
         numbers = random_numbers(self.seeds, self.chosen, retry)
         self.chosen += 1
         drawn = draw(logits, self.temperature, self.top_p, numbers, waits)
@@ -98,8 +102,10 @@ def draws_of(rows: Sequence[Drawing | None], device: torch.device) -> Draws | No
 
 
 def likeliest(logits: Tensor) -> Tensor:
-    """Places int64 [S] of the largest logits fp32 [S, vocabulary], of equals the first; on a CPU by the largest of each
-    part first, since torch's own argmax compares number by number there."""
+    """Argmax int64 [S] of logits fp32 [S, vocabulary], the first of equals.
+
+    On a CPU by the largest of each part first, since torch's argmax compares number by number there.
+    """
     size = min(256, logits.shape[1] & -logits.shape[1])
     if logits.device.type != "cpu" or size < 32 or not logits.is_contiguous():
         return logits.argmax(-1)
@@ -138,8 +144,10 @@ def _needed(weights: Tensor, top_p: Tensor) -> Tensor:
 
 
 def nucleus(weights: Tensor, need: Tensor) -> Tensor:
-    """Weights int64 [S, n], 0 except for the largest that make at least `need` int64 [S, 1] together, with the one that
-    crosses it; of equals the first."""
+    """Weights int64 [S, n], 0 except for the largest that sum to at least `need` int64 [S, 1].
+
+    The one that crosses it is included; of equals the first.
+    """
     least = torch.zeros_like(need)  # the largest number that what weighs at least as much is enough for
     for bit in reversed(range(_BITS + 1)):
         higher = least + 2**bit
@@ -188,8 +196,10 @@ def _pick_in_fronts(weights: Tensor, need: Tensor, numbers: Tensor) -> Tensor:
 
 
 def choose(logits: Tensor, rows: Sequence[Drawing | None], banned: Sequence[int] = ()) -> list[int]:
-    """Chooses tokens under logits fp32 [S, vocabulary] for rows of which those with None take the likeliest, and waits
-    for them. Tokens that are `banned` in every row may not come yet: it is the rows' second choice."""
+    """Chooses tokens under logits fp32 [S, vocabulary] and synchronises; rows with None are greedy.
+
+    A row that chose one of its `banned` tokens takes its second choice.
+    """
     if banned:
         logits = logits.clone()
         logits[:, list(banned)] = float("-inf")

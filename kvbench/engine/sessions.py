@@ -1,4 +1,4 @@
-"""Attention sessions of one forward pass: of a prompt, of the tokens behind it, or of a decode step."""
+"""Attention sessions of one forward pass: of a prompt, of the tokens after it, or of a decode step."""
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
@@ -40,15 +40,17 @@ class Session(ABC):
 
     @abstractmethod
     def attend_stored(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Attention of a layer that shares the keys and values of `layer`, after its `attend`. In a prompt, some models
-        pass their last tokens alone: q [B, Hq, m, D], m <= n."""
+        """Attention of a layer that shares the keys and values of `layer`, after its `attend`.
+
+        In a prompt, some models pass their last tokens alone: q [B, Hq, m, D], m <= n.
+        """
 
     def turns(self, layer: int) -> bool:
         """True if a layer has `attend_unrotated`."""
         return False
 
     def attend_unrotated(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, turn: Turn) -> Tensor:
-        """As `attend`, of queries and keys before their rotation, whose cosines and sines [B * n, D / 2] are given."""
+        """See `attend`; queries and keys are unrotated, with cosines and sines [B * n, D / 2]."""
         raise NotImplementedError(f"{type(self).__name__} takes queries and keys as attention sees them")
 
     def trace(self, out: Tensor) -> Tensor:
@@ -56,8 +58,11 @@ class Session(ABC):
         return out.flatten(1).abs().amax(1)
 
     def without_grad(self) -> AbstractContextManager:
-        """The mode that the pass runs in. A prompt makes tensors that stay and are written to later: pages of a pool
-        that grows, copies for a prompt cache."""
+        """Gradient mode of the pass.
+
+        A prompt makes tensors that are kept and written to later: pages of a pool that grows, copies for a prompt
+        cache.
+        """
         return torch.no_grad()
 
     def note(self, call: AttentionCall | None) -> None:
@@ -98,9 +103,11 @@ class Decode(Session):
 
 @dataclass
 class Dense(Session):
-    """A prompt, or a text that is read with the full cache, of which nothing is stored: no more than
-    `num_prompt_tokens`, in `row`. Later tokens only attend, and see the uncompressed prompt. `uncompressed` holds it
-    for the method's probe; `held_bytes` and `replay_tokens` are what that one's passes held and read."""
+    """A prompt, or a text read with the full cache, of which nothing is stored except `num_prompt_tokens` in `row`.
+
+    Later tokens only attend, and see the uncompressed prompt. `uncompressed` holds it for the method's probe;
+    `held_bytes` and `replay_tokens` are the bytes held and tokens read by the probe's passes.
+    """
 
     row: int = -1
     num_prompt_tokens: int = 0
@@ -149,7 +156,7 @@ class Prefill(Dense):
 
 @dataclass
 class Replay(Session):
-    """A probe's pass behind an uncompressed prompt; nothing is stored."""
+    """A probe's pass after an uncompressed prompt; nothing is stored."""
 
     uncompressed: Uncompressed
 
@@ -181,7 +188,7 @@ class PromptChunk(_Piece):
 
 @dataclass
 class Segment(_Piece):
-    """Tokens behind all that a row holds."""
+    """Tokens after all that a row holds."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         store, index = self.store.kind_of(layer)

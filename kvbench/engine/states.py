@@ -1,4 +1,4 @@
-"""The states of layers, in place of keys and values or beside them: of every row, in transformers' own objects."""
+"""States of layers, instead of keys and values or in addition: of every row, in transformers' objects."""
 
 import copy
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ class States:
             self.row_bytes = self._measured(model)
 
     def _measured(self, model: PreTrainedModel) -> int:
-        """The bytes of the states behind one token, which are those behind any text."""
+        """The bytes of the states after one token, which are those after any text."""
         cache = hf.native_cache(model, "dynamic")
         hf.detach(model)
         with torch.no_grad():

@@ -42,7 +42,7 @@ BOTH = {"hybrid", "hybrid_sliding"}
 
 
 def binds(window: int, config: Any) -> bool:
-    """True when a sliding window is shorter than the context, so that a layer forgets on its own."""
+    """True when a sliding window is shorter than the context, so that the layer itself drops tokens."""
     return window < (rotary.context_of(config) or float("inf"))
 
 
@@ -53,8 +53,11 @@ def is_known(window: Window | None, num_tokens: int, config: Any) -> bool:
 
 @dataclass(frozen=True)
 class LayerKinds:
-    """Layers of a model by what they hold of a text: everything, a window, a state (some hold keys and values, too), or
-    nothing, because they share another layer's keys and values."""
+    """Layers of a model by what they hold of a text.
+
+    Everything, a window, a state (some hold keys and values, too), or nothing, because they share another layer's keys
+    and values.
+    """
 
     full: tuple[int, ...]
     windows: dict[Window, tuple[int, ...]]
@@ -109,8 +112,10 @@ def num_full_layers(config: Any) -> int:
 
 
 def check_supported(model: PreTrainedModel, num_devices: int = 1, processes: int = 1) -> None:
-    """Refuses models whose attention the store does not reproduce (`UnsupportedModel`), with the reason and what works
-    instead. Of an outline, whose weights lie nowhere yet, say how many devices and processes will share them."""
+    """Refuses models whose attention the store does not reproduce (`UnsupportedModel`), with a remedy.
+
+    Of an outline, which has no weights yet, `num_devices` and `processes` will share them.
+    """
     config, module = model.config.get_text_config(), sys.modules[type(model).__module__]
     name, kinds, rank = config.model_type, layer_kinds(config), getattr(config, "kv_lora_rank", None)
     processes = max(processes, placement.ranks_of(model).size)
@@ -161,7 +166,7 @@ def check_fit(
         policy: The method.
         options: The layout of its memory.
         chunk: Tokens of a prompt that are read at once; None = all.
-        shares_pool: What a request keeps may depend on those that share the pool with it.
+        shares_pool: A request's kept tokens may depend on those that share the pool with it.
 
     Returns:
         The model's shape, without the bytes of states.
@@ -207,8 +212,10 @@ def small_store(policy: Policy, shape: ModelShape, options: StoreOptions) -> Com
 
 
 def model_shape(model: PreTrainedModel, spans: Sequence[tuple[torch.device, int]] = ()) -> ModelShape:
-    """Heads, dims, dtype and rotary frequencies of a supported model; `spans` are devices and how many layers each has
-    of the cache, where that was said, else as the weights lie."""
+    """Heads, dims, dtype and rotary frequencies of a supported model.
+
+    `spans` are devices with their number of layers of the cache; without it those of the weights.
+    """
     config = model.config.get_text_config()
     parts = tuple(DeviceSpan(*each) for each in spans) or placement.spans_of(model)
     kinds = layer_kinds(config)
@@ -264,8 +271,10 @@ def backend_of(name: str, device: torch.device, decode: str = TRITON) -> Backend
 
 
 def heads_of(config: Any, layer: int) -> tuple[int, int, int]:
-    """Query heads, KV heads and head dim of a layer, as the cache has them: of latent attention one head, as wide as a
-    latent vector and a rotary key."""
+    """Query heads, KV heads and head dim of a layer in the cache.
+
+    Latent attention has one head, as wide as a latent vector and a rotary key.
+    """
     layer_config = config.per_layer_config[layer] if getattr(config, "is_heterogeneous", False) else config
     by_layer = getattr(config, "num_attention_heads_per_layer", None)  # Laguna
     heads = by_layer[layer] if by_layer else layer_config.num_attention_heads
@@ -295,7 +304,7 @@ def _modules(model: PreTrainedModel) -> dict[int, torch.nn.Module]:
 
 
 def _output_projections(model: PreTrainedModel, layers: Sequence[int]) -> OutputProjections | None:
-    """The weights behind attention, of these layers; None where not every layer has one."""
+    """The weights after attention, of these layers; None where not every layer has one."""
     modules = _modules(model)
     outs = [modules[layer].o_proj for layer in layers if layer in modules]
     whole = len(outs) == len(layers)
@@ -316,7 +325,7 @@ def _key_biases(model: PreTrainedModel, layers: Sequence[int]) -> list[Tensor] |
 
 
 def _plain_inv_freq(model: PreTrainedModel) -> Tensor | None:
-    """fp32 [D_rot / 2] when keys can be rotated by angles position x inv_freq, else None."""
+    """Inverse frequencies fp32 [D_rot / 2] if keys rotate by angles position x inv_freq, else None."""
     config = model.config.get_text_config()
     if config.model_type not in PLAIN_ROPE_MODELS or 0 in (getattr(config, "no_rope_layers", None) or ()):
         return None  # SmolLM3 leaves every fourth layer without rotary positions

@@ -15,7 +15,7 @@ from kvbench.kernels.memory import is_out_of_memory
 from kvbench.models import processes
 from kvbench.models.load import LoadedModel, load_model
 
-# What all processes do together; whatever else a runner offers is made of these, or looks at this process alone.
+# Collective calls; all other methods of a runner are made of these, or are local.
 COLLECTIVE_CALLS = (
     "reserve",
     "read",
@@ -35,8 +35,10 @@ class OneProcessFailed(RuntimeError):
 
 
 class LeadingRunner(Runner):
-    """The `Runner` of the first process, which replays no prompts. Where there is no memory in this process, smaller
-    groups cannot be tried, as one process does."""
+    """`Runner` of the first process, which replays no prompts.
+
+    Without memory in this process smaller groups cannot be tried, unlike in a single process.
+    """
 
     _alive: "weakref.WeakSet[LeadingRunner]" = weakref.WeakSet()
     _count = 0
@@ -110,5 +112,5 @@ def follow() -> None:
             continue  # the first process says so
         except Exception as error:
             if kind == "call" and message[1] == "reserve" and is_out_of_memory(error):
-                continue  # it may ask for less
+                continue  # it may take less
             raise

@@ -1,5 +1,6 @@
-"""Methods across groups, such as the benchmarks of a suite: how each does on all of them, and whether two groups put
-them in the same order.
+"""Methods across groups, such as the benchmarks of a suite.
+
+The results of each method on all of them, and whether two groups rank the methods alike.
 
 A method is the same in two groups by its settings. Its place in a group is that of its mean paired difference to the
 full cache.
@@ -47,8 +48,9 @@ class Between:
 def between(
     groups: Sequence[Group], metric: str, cfg: DictConfig, key: Callable[[StoredRun], str] = lambda run: run.method_key
 ) -> list[Between]:
-    """Spearman's rank correlation of the methods that two groups share, for every two groups; questions are resampled
-    in each group by itself.
+    """Spearman's rank correlation of the methods that two groups share, for every two groups.
+
+    Questions are resampled within each group.
 
     Args:
         key: Identifies a method across two groups.
@@ -81,8 +83,10 @@ def _strata(group: Group, metric: str, curves: Sequence[Curve]) -> Strata | None
 
 
 def summaries(groups: Sequence[Group], rows: Sequence[Sequence[ComparedRun]], cfg: DictConfig) -> list[dict]:
-    """A table of methods by groups for each model that has several, as the page shows it: difference and verdict in
-    each, mean place, bytes and time; and the rank correlations of its groups."""
+    """Table of methods by groups for each model that has several groups, as on the page.
+
+    Difference and verdict in each, mean rank, bytes and time; and the rank correlations of its groups.
+    """
     result = []
     for model in dict.fromkeys(group.model for group in groups):
         mine = [

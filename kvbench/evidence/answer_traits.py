@@ -1,6 +1,7 @@
 """Answer length against another run's, share of answers that end in a loop, and worst-token distance to the full cache.
 
-A mean score hides all three."""
+A mean score hides all three.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -69,8 +70,7 @@ def largest(run: StoredRun, what: Measure) -> float | None:
 
 
 def traits_table(group: Group, differences: Mapping[str, Difference | None]) -> dict[str, Any]:
-    """The table of a report: the tail, the first choices, and the answers of every run; columns that no run has are
-    left out.
+    """Table of a report: tail, first choices and answers of every run; columns that no run has are left out.
 
     Args:
         differences: Folder of a run -> its difference in length.

@@ -23,12 +23,15 @@ SEEN = "%seen"  # how a budget ends that is a share of all tokens seen
 
 
 class OutOfRange(NoResults):
-    """The runs of a method do not span the bytes asked for."""
+    """The runs of a method do not span the requested bytes."""
 
 
 def series_of(runs: Sequence[StoredRun]) -> dict[str, list[StoredRun]]:
-    """The runs that one line may join: those of a method whose settings differ in numbers only, since a tier is no step
-    on the way from one budget to the next. A name is the method and, where it has several series, the words of one."""
+    """Runs that one line may join: those of a method whose settings differ in numbers only.
+
+    A tier is no step on the way from one budget to the next. A name is the method and, where it has several series, the
+    words of one.
+    """
     by_setting: dict[tuple, list[StoredRun]] = {}
     for run in runs:
         settings = {**(run.record.identity.get("method") or {}), **(run.record.identity.get("store") or {})}
@@ -44,8 +47,10 @@ def series_of(runs: Sequence[StoredRun]) -> dict[str, list[StoredRun]]:
 
 
 def _word(value: object) -> str:
-    """Non-numeric part of a value: empty for a budget, another number or an unset one, except for the unit of a share
-    of all tokens seen, which is not on one scale with shares of a prompt."""
+    """Non-numeric part of a value: empty for a budget, another number or an unset one.
+
+    The unit of a share of all tokens seen is kept: it is not on one scale with shares of a prompt.
+    """
     if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
         return ""
     text = str(value)
@@ -128,9 +133,11 @@ def _area(values: np.ndarray, x: np.ndarray, ends: np.ndarray) -> float:
 def _pseudo_values(
     values: Strata, shifts: np.ndarray, x: np.ndarray, read: Callable[[np.ndarray, np.ndarray], float]
 ) -> np.ndarray:
-    """The part that each sample adds to a function `read` of the runs' means, linear in them, and of their log bytes
-    `x`, to first order. `values` are [n, runs] of each subset, `shifts` [count, runs] the part of each sample in the
-    log bytes of each run, with the mean 0."""
+    """First-order contribution of each sample to a function `read` of the runs' means and of their log bytes `x`.
+
+    `read` is linear in the means. `values` are [n, runs] of each subset, `shifts` [count, runs] the contribution of
+    each sample to the log bytes of each run, with the mean 0.
+    """
     means = np.asarray(values.mean())
     middle = read(means, x)
     slopes = np.array([read(means + unit, x) - middle for unit in np.eye(len(x))])

@@ -1,5 +1,6 @@
-"""`kvbench compare`: is a method worse than the full cache, or than another method, on the same samples? Differences
-with intervals and tests, verdicts, and the table of them.
+"""`kvbench compare`: is a method worse than the full cache, or than another method, on the same samples?
+
+Differences with intervals and tests, verdicts, and the table of them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,8 +35,10 @@ TEXT_LENGTH = 160  # characters of an answer on the terminal
 
 
 def find(group: Group, name: str, where: Mapping[str, object] | None = None) -> StoredRun | None:
-    """Find the run of a group that a name means: `full` for the reference, a method, a label, or the first digits of a
-    hash. Settings choose among several runs that the name fits; raises ValueError where several still fit."""
+    """Find the run of a group by name: `full` for the reference, a method, a label, or the first digits of a hash.
+
+    Settings choose among several runs that fit the name; raises ValueError where several still fit.
+    """
     if name == FULL:
         return group.reference
     fits = [run for run in group.runs if name in (run.method, run.label)]
@@ -97,8 +100,10 @@ def _compare(
 
 
 def compare_group(group: Group, cfg: DictConfig, *, has_verdicts: bool = True) -> tuple[list[ComparedRun], list[str]]:
-    """Compare every run of a group with one of them, or every method with one at equal bytes: rows whose p values are
-    corrected over this group, and one sentence for each run that could not be compared.
+    """Compare every run of a group with one of them, or every method with one at equal bytes.
+
+    Returns rows, whose p values are corrected over this group, and one sentence for each run that could not be
+    compared.
 
     Args:
         has_verdicts: False where intervals alone are looked at, each by itself: the tests take most of the time.
@@ -142,8 +147,10 @@ def compare_group(group: Group, cfg: DictConfig, *, has_verdicts: bool = True) -
 def _at_equal_bytes(
     group: Group, what: Measure, wanted: Bytes, name: str, notes: list[str]
 ) -> list[tuple[Curve, Curve]]:
-    """Each method's budget curve at the same bytes, paired with the other run of that name; the full cache is taken
-    unchanged."""
+    """Each method's budget curve at equal bytes, paired with the other run of that name.
+
+    The full cache is taken unchanged.
+    """
     curves: dict[str, Curve] = {}
     for title, runs in series_of([run for run in group.runs if run.method != FULL and run.complete]).items():
         try:

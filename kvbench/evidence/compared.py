@@ -64,7 +64,7 @@ class ComparedRun:
 
     @property
     def p_equal(self) -> float | None:
-        """p value of the equivalence test, the largest that missing answers allow."""
+        """Equivalence test's p value, the largest that missing answers allow."""
         each = [self.difference, *(self.extremes or ())]
         p_values = [None if one is None else one.p_within(self.margin) for one in each]
         known = [p for p in p_values if p is not None]
@@ -83,8 +83,10 @@ class ComparedRun:
 
     @property
     def worst(self) -> float | None:
-        """Mean difference if every missing answer of this run is the worst possible and the other's the best; `value`
-        where none is missing, None where a missing value could be anything."""
+        """Mean difference if every missing answer of this run is the worst possible and the other's the best.
+
+        `value` where none is missing, None where a missing value could be anything.
+        """
         if self.extremes is None:
             return self.value
         end = self.extremes[0 if self.what.higher_is_better else 1]

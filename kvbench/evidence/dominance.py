@@ -36,7 +36,7 @@ def best_so_far(costs: Sequence[float], qualities: Sequence[float], higher_is_be
 
 
 def is_cheaper(mine: Cost, theirs: Cost) -> bool:
-    """By more than a tie of 1 %, and not only on these samples: the paired 95 % interval says so too."""
+    """True if cheaper by more than a tie of 1 %, by the paired 95 % interval too."""
     if mine.shares is None or theirs.shares is None or mine.value >= (1 - TIE) * theirs.value:
         return False
     from scipy.stats import t  # slow to import
@@ -83,8 +83,9 @@ def pair_p_values(panel: Panel) -> dict[tuple[str, str], float]:
 
 @lru_cache(maxsize=256)
 def standing(panel: Panel, axis: str) -> dict[str, str]:
-    """The standing of each point that has the cost: its key -> one of `MEANING`; `no standing` or `n too small`
-    for all where the full cache's answers are no ground for one, and where there are too few.
+    """Standing of each point that has the cost: its key -> one of `MEANING`.
+
+    `no standing` or `n too small` for all where the full cache's answers are unfit as a reference, or too few.
 
     A point dominates another if it is cheaper by more than 1 % and its quality is better beyond chance, at 5 % for the
     whole table: Holm's correction is over all pairs of which one is cheaper. Times give no standing.

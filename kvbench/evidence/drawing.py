@@ -1,5 +1,7 @@
-"""One panel of a frontier: its points, lines and names on one axis. One colour, marker and line per method, names at
-the lines' ends."""
+"""One panel of a frontier: its points, lines and names on one axis.
+
+One colour, marker and line per method, names at the lines' ends.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -55,8 +57,10 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
 
 
 def short_label(label: str) -> str:
-    """A label without the names of its settings, which the table has: `snapkv 0.25`, `diffkv 5, 0`. Names stay of
-    those that are on or off, or none."""
+    """Short label without setting names, which the table has: `snapkv 0.25`, `diffkv 5, 0`.
+
+    Names of settings that are on or off, or none, are kept.
+    """
     method, *words = label.split(" ")
     values = []
     for name, _, value in (word.partition("=") for word in words if "=" in word):
@@ -111,8 +115,10 @@ class Drawing:
         self.lacks_intervals = any(p.interval is None and p is not self.reference for p in self.points)
 
     def methods(self, family: str | None = None) -> dict[str, list[Point]]:
-        """Method -> its points by resident bytes, whatever the axis: the line follows the setting. By the axis where a
-        record lacks them."""
+        """Method -> its points by resident bytes on either axis, so that the line follows the setting.
+
+        By the axis where a record lacks them.
+        """
         axis, result = self.axis.name, dict[str, list[Point]]()
         for point in sorted(self.points, key=lambda point: point.costs.get(RESIDENT.name, point.costs[axis]).value):
             if family in (None, point.family) and point.method != FULL:

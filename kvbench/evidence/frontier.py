@@ -135,8 +135,10 @@ class Panel:
         return difference(mine.scores, theirs.scores, bounded=self.what.bounded, resamples=many, seed=self.seed)
 
     def set_quality(self) -> None:
-        """Set what is drawn of each point: the difference to the reference, or the share of it, with its interval; or
-        the score."""
+        """Set the drawn quality of each point: the difference to the reference, or the share of it, with its interval.
+
+        Without either, the score.
+        """
         full, how = self.find(self.reference), {"resamples": self.resamples, "seed": self.seed}
         for point in self.points:
             if full is None:
@@ -159,8 +161,10 @@ def score_interval(scores: Strata, what: Measure) -> Interval | None:
 
 
 def question(group: Group, sample: SampleName) -> Question:
-    """Key of a question, independent of length, protocol and batch: its name and its right answers, since a generated
-    task has other questions under another seed."""
+    """Key of a question, independent of length, protocol and batch: its name and its right answers.
+
+    A generated task has other questions under another seed.
+    """
     record = next((run.samples[sample[1], 0] for run in group.runs if (sample[1], 0) in run.samples), None)
     gold = json.dumps(record.get("gold") or "") if record else ""
     return group.task, sample[0], f"{sample[1]} {gold}"
@@ -230,8 +234,11 @@ def _drawable(group: Group, what: Measure, incomplete: bool, notes: list[str]) -
 
 
 def build(group: Group, cfg: DictConfig, what: Measure | None = None) -> Panel | None:
-    """Make the points of a group, over the samples that every drawn run has; None when there is nothing to draw, and
-    the group's notes then say why. Raises ValueError where the metric does not exist; `what` stands for it."""
+    """Make the points of a group, over the samples that every drawn run has.
+
+    None when there is nothing to draw; the group's notes then have the reason. Raises ValueError where the metric
+    `what` does not exist.
+    """
     what, notes = what or measure(str(cfg.metric), group, shares=True), list(group.notes)
     curves = _drawable(group, what, cfg.incomplete, notes)
     runs = [run for run in group.runs if run.name in curves]
@@ -328,9 +335,11 @@ def _check_time(panel: Panel, runs: Sequence[StoredRun]) -> None:
 
 
 def averages(panels: Sequence[Panel]) -> list[Panel]:
-    """Average the groups of each model and version of the code, every group with the same weight, over the points that
-    all of its groups have; not where there are fewer than two of those, or where the groups measure different things.
-    Panels that are not averaged because their code differs get a note."""
+    """Average the groups of each model and code version with equal weights, over the points in all of them.
+
+    Not where there are fewer than two groups or points, or where the groups measure different things. Panels that are
+    not averaged because their code differs get a note.
+    """
     kins: dict[str, list[Panel]] = {}
     for panel in panels:
         kins.setdefault(panel.kin, []).append(panel)
@@ -380,8 +389,10 @@ def distinct(groups: Sequence[Questions]) -> Questions:
 
 
 def pool_strata(questions: Sequence[Questions], values: Sequence[Strata]) -> Strata:
-    """The part that each distinct question adds to the mean of some groups' weighted means, in subsets as those of
-    `distinct`; a question that is not in every group adds what it has. The values are those of each group's questions.
+    """Contribution of each distinct question to the mean of some groups' weighted means.
+
+    In subsets as those of `distinct`; a question that is not in every group contributes to its groups. The values are
+    those of each group's questions.
     """
     merged = distinct(questions)
     position = {question: (index, row) for index, members in enumerate(merged) for row, question in enumerate(members)}

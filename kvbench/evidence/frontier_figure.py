@@ -40,7 +40,7 @@ FOOT_LINE_IN, FOOT_LENGTH = 0.125, 128  # height and characters of a line under 
 
 
 def _overview(axes: "Axes", drawing: Drawing, height_in: float) -> None:
-    """Everything in grey, and the best estimates by name; a few points in colour, and all by name."""
+    """Draw everything in grey, and the best estimates by name; a few points in colour, and all by name."""
     if drawing.fits_one_panel:
         ends = draw_lines(axes, drawing, lines_of(drawing.methods()))
         draw_names(axes, drawing, [*ends, *([(FULL, drawing.full, "black")] if drawing.full else [])], height_in)

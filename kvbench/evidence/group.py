@@ -1,5 +1,6 @@
-"""Stored runs with their samples, and groups of them: what every reader of results works on, and the one rule by which
-a group's reference is chosen.
+"""Stored runs with their samples, and groups of them, on which every reader of results works.
+
+Also the one rule by which a group's reference is chosen.
 """
 
 import hashlib
@@ -74,9 +75,9 @@ class StoredRun:
 
     @property
     def version(self) -> str:
-        """The version of the code that computed the run; the method's code, the task's, and the libraries that they
-        alone import, are no part of it. Its first word stands for all of it (`bee5518e-3f2a`: harness, libraries), and
-        is no number.
+        """Version of the code that computed the run, without the method's code, the task's, and their libraries.
+
+        Its first word is a short form of all of it (`bee5518e-3f2a`: harness, libraries), and is no number.
         """
         code = self.record.identity.get("code", {})
         not_shared = ("harness", "method", *OF_TASK)
@@ -114,8 +115,10 @@ class Group:
 
     @property
     def reference(self) -> StoredRun | None:
-        """The full-cache run with the store options of a reference that lacks the fewest answers; of several the FP16
-        one, under the most common conditions of the other runs. None without one."""
+        """Full-cache run with the store options of a reference that lacks the fewest answers; None without one.
+
+        Of several the FP16 one, under the most common conditions of the other runs.
+        """
         usual = Counter(run.conditions for run in self.runs if run.method != FULL).most_common()
         order = [conditions for conditions, _ in usual]
 
@@ -134,8 +137,10 @@ class Group:
 
     @property
     def repeats(self) -> list[StoredRun]:
-        """Other full-cache runs of the same precision and store that have every answer of the reference: the same
-        computation with another batch size or backend."""
+        """Other full-cache runs of the same precision and store that have every answer of the reference.
+
+        They are the same computation with another batch size or backend.
+        """
         reference = self.reference
         if reference is None:
             return []

@@ -33,7 +33,7 @@ class Entry:
     """One stored run.
 
     Args:
-        folder: Where it lies.
+        folder: Its folder.
         name: Its folder below the results.
         record: Content of its run.json.
     """
@@ -73,8 +73,7 @@ class Entry:
         return total
 
     def is_meant(self, pattern: str) -> bool:
-        """True where a pattern is that of its folder, of its method, the first digits of its hash, or one of its
-        tags."""
+        """True where a pattern matches its folder, its method, the first digits of its hash, or one of its tags."""
         digits = len(pattern) >= FEWEST_DIGITS and self.record.hash.startswith(pattern)
         return digits or any(fnmatch.fnmatchcase(text, pattern) for text in (self.name, self.record.method, *self.tags))
 

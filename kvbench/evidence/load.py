@@ -1,5 +1,6 @@
-"""Stored runs with their samples, sorted into groups that may be compared: same model, same questions, same code. A
-run that fits no group is named, never mixed in.
+"""Stored runs with their samples, sorted into groups that may be compared.
+
+A group has the same model, questions and code. A run that fits no group is reported, never mixed in.
 """
 
 import fnmatch
@@ -25,8 +26,8 @@ from kvbench.show.labels import differing
 from kvbench.show.text import LINE_LENGTH, MESSAGE_LENGTH, NAME_LENGTH, safe
 from kvbench.show.unfit import flag_notes
 
-# Below a folder of results. The last part is a pattern too: of a plain name, glob asks whether it exists, and a link
-# that leads nowhere would be passed over without a word.
+# Below a folder of results. The last part is a pattern too: of a plain name, glob checks that it exists, and would
+# silently skip a dangling link.
 RUNS = "*/*/*/*/run[.]json"
 
 
@@ -49,8 +50,10 @@ def _short(key: str) -> str:
 
 
 def fits_settings(settings: Mapping[str, object], where: Mapping[str, object]) -> bool:
-    """True when a run has the settings, or one of several allowed values of each; a null among them allows for runs
-    that have no such setting."""
+    """True when a run has the settings, or one of several allowed values of each.
+
+    A null among them allows for runs that have no such setting.
+    """
     for key, value in where.items():
         if isinstance(value, Sequence | ListConfig) and not isinstance(value, str):
             if settings.get(key) not in list(value):
@@ -74,8 +77,11 @@ def results_root(results_dir: object) -> Path:
 def find_runs(
     root: Path, left_out: dict[str, str], filters: Sequence[Sequence[str] | None] = ()
 ) -> Iterator[tuple[Path, RunRecord]]:
-    """The runs below a folder of results, in the order of their names. `left_out` gets the name of each that cannot be
-    read, and why; `filters` are patterns of task, model and method, where None lets all through."""
+    """Runs below a folder of results, sorted by name.
+
+    `left_out` gets the name of each unreadable one with the reason; `filters` are patterns of task, model and method,
+    where None passes all.
+    """
     for path in sorted(root.glob(RUNS)):
         name = path.parent.relative_to(root).as_posix()
         wanted = zip(name.split("/"), filters, strict=False)
@@ -229,8 +235,10 @@ def _usable(members: Sequence[StoredRun], notes: list[str]) -> list[StoredRun]:
 
 
 def _agreed(members: Sequence[StoredRun], notes: list[str]) -> list[StoredRun]:
-    """The runs whose records claim of their metrics what most of those of the same question do: a task has one
-    direction of each, one primary metric and one weighting. Notes the claims of the others."""
+    """Runs whose records claim of their metrics what most of those of the same question do; notes the others' claims.
+
+    A task has one direction of each metric, one primary metric and one weighting.
+    """
 
     def claims(run: StoredRun) -> str:
         metrics = run.record.metrics.items()
@@ -246,7 +254,7 @@ def _agreed(members: Sequence[StoredRun], notes: list[str]) -> list[StoredRun]:
 
 
 def _one_version(members: Sequence[StoredRun], code: str, notes: list[str]) -> list[StoredRun]:
-    """The runs of one version of the code: of those that were asked for, or of all, the one that ran last."""
+    """The runs of one version of the code: of the requested ones, or of all, the one that ran last."""
     versions: dict[str, list[StoredRun]] = {}
     for run in members:
         versions.setdefault(run.version, []).append(run)
@@ -265,8 +273,10 @@ def _one_version(members: Sequence[StoredRun], code: str, notes: list[str]) -> l
 
 
 def _latest(members: Sequence[StoredRun], notes: list[str]) -> list[StoredRun]:
-    """The newest run of each method, setting and condition; notes those that are incomplete, or have lost answers
-    since."""
+    """Newest run of each method, setting and condition.
+
+    Notes those that are incomplete, or have lost answers since.
+    """
     total = max((run.total for run in members if run.complete and run.total), default=None)
     kept: dict[str, StoredRun] = {}
     for run in members:

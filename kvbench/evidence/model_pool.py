@@ -1,5 +1,6 @@
-"""Runs of several models on the same questions in one group, at equal bytes of weights and cache: is a compressed cache
-on a large model worth more than a full one on a small model?
+"""Runs of several models on the same questions in one group, at equal bytes of weights and cache.
+
+Is a compressed cache on a large model worth more than a full one on a small model?
 
 Models have different tokenizers, so their prompts differ. The questions must be the same: the task, its protocol except
 for the chat template, the seed, the name of each sample and its right answers. Samples that differ in these are left
@@ -58,8 +59,7 @@ class Total:
         return cls(context=context, sequences=check_whole("together.sequences", sequences, 1), weights=sizes)
 
     def weights_of(self, run: StoredRun) -> float | None:
-        """Bytes of the weights of a run's model: as the setting says, as it was loaded, or as known of its name; None
-        where nothing says."""
+        """Bytes of the weights of a run's model: by the setting, as loaded, or as known of its name; None otherwise."""
         known = presets().get(run.record.model)
         said = self.weights.get(run.record.model), run.record.weights_bytes, known.weights_bytes if known else None
         return next((size for size in said if size is not None), None)
@@ -84,7 +84,8 @@ def pool_models(groups: Sequence[Group], cfg: DictConfig | Mapping) -> list[Grou
     """Merge groups of several models on the same questions into one each, where the setting `together` is set.
 
     Raises:
-        ValueError: The setting is wrong, the weights of a model are not known, or no two models were asked the same.
+        ValueError: The setting is wrong, the weights of a model are not known, or no two models have the same
+            questions.
     """
     total = Total.read(cfg.get("together"))
     if total is None:

@@ -1,5 +1,4 @@
-"""Small multiples of a frontier: a small picture for each subset of a task, or each category of them, with all methods
-in every one."""
+"""Small multiples of a frontier: a small picture for each subset or category of a task, with all methods."""
 
 import math
 from collections import Counter

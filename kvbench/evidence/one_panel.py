@@ -42,7 +42,7 @@ class Look:
         font: Family of fonts; None for DejaVu Sans.
         size: Size of text, points.
         labels: Method or setting -> its name in the picture.
-        whiskers: Which points have theirs, one of `WHISKERS`.
+        whiskers: Points that have whiskers, one of `WHISKERS`.
     """
 
     width: float | None = None

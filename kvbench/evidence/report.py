@@ -107,8 +107,11 @@ def gather(groups: Sequence[Group], cfg: DictConfig) -> tuple[list[dict], list[d
 
 
 def page(items: list[dict], means: list[dict], cfg: DictConfig, summaries: Sequence[dict] = ()) -> tuple[bytes, str]:
-    """Make the page from the parts of groups, means and summaries, with as many and as long answers as fit: HTML, and a
-    sentence on what was cut, or nothing. Raises ValueError where it is too large even without answers."""
+    """Make the page from the parts of groups, means and summaries, with as many and as long answers as fit.
+
+    Returns HTML, and a sentence on what was cut, or nothing. Raises ValueError where it is too large even without
+    answers.
+    """
     limit, length = int(cfg.answers), int(cfg.answer_length)
     cuts: list[str] = []
     while True:
@@ -175,8 +178,10 @@ def fill(template: str, **values: object) -> bytes:
 
 
 def methods_table(group: Group, rows: Sequence[ComparedRun], panel: Panel | None, num_family: int) -> dict:
-    """The table of methods: quality, difference to the full cache, bytes and time of every run; Holm's correction is
-    over `num_family` rows, and the panel has the standing of the runs."""
+    """Table of methods: quality, difference to the full cache, bytes and time of every run.
+
+    Holm's correction is over `num_family` rows, and the panel has the standing of the runs.
+    """
     by_run = {row.run.name: row for row in rows if row.run}
     places = {}
     if panel is not None:
@@ -243,8 +248,10 @@ def _at_length(run: StoredRun) -> str:
 
 
 def changed_answers(rows: Sequence[ComparedRun], limit: int, length: int) -> dict:
-    """The answers that got worse or better, at most so many of a run and each so long, as the page's script reads them:
-    `samples` are ids with right answers, `changes` the places of each answer's parts in the other lists, and scores."""
+    """Answers that got worse or better, at most `limit` of a run and each at most `length` long, for the page's script.
+
+    `samples` are ids with right answers, `changes` the indices of each answer's parts in the other lists, and scores.
+    """
     texts: dict[str, int] = {}
     samples: dict[tuple[str, str], int] = {}
     subsets: dict[str, int] = {}
@@ -348,7 +355,7 @@ def settings_rows(group: Group) -> list[dict]:
 
 
 def picture_words(panel: Panel, axis: str) -> str:
-    """Describe a picture in words, for readers who cannot see it."""
+    """Describe a picture in words, as its alternative text."""
     places = standing(panel, axis)
     front = [point.label for point in panel.points if places.get(point.key) in (BEST, NEAR)]
     beaten = sum(status == DOMINATED for status in places.values())

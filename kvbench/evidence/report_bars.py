@@ -18,8 +18,10 @@ def bytes_of(run: StoredRun) -> dict[str, float]:
 
 
 def tier_names(run: StoredRun, count: int) -> list[str]:
-    """Name the tiers of a run, of which a residual buffer is the last, as its method's own code does; `tier 0`, ...
-    when the code no longer fits the number of tiers in the records."""
+    """Names of a run's tiers, the last of which is a residual buffer, by its method's code.
+
+    `tier 0`, ... when the code no longer fits the number of tiers in the records.
+    """
     policy = policy_of(run.record.identity)
     names = [] if policy is None else [tier.name for tier in policy.tiers] + ["16-bit buffer"] * bool(policy.residual)
     return names if len(names) == count else [f"tier {index}" for index in range(count)]

@@ -1,5 +1,7 @@
-"""Runs sample by sample: the values of a metric, the samples that runs share, what the missing ones could be, and the
-answers that were lost or gained."""
+"""Runs sample by sample.
+
+The values of a metric, the samples that runs share, bounds on missing ones, and the answers that were lost or gained.
+"""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -90,11 +92,13 @@ def curve_of(run: StoredRun, what: Measure) -> Curve:
 
 
 def measure(name: str, group: Group, *, shares: bool = False) -> Measure:
-    """Find a metric: `score` for the task's primary one, a teacher-forced one, `tokens` and `loops` of the answers, any
-    name of the task's scores, or a category of its subsets.
+    """Find a metric by name.
+
+    `score` for the task's primary one, a teacher-forced one, `tokens` and `loops` of the answers, any name of the
+    task's scores, or a category of its subsets.
 
     Args:
-        shares: Whether the command can show a score in % of the full cache's, of which `%` stands behind the name.
+        shares: Whether the command can show a score in % of the full cache's, of which `%` stands after the name.
 
     Raises:
         ValueError: Runs of the group have other scores only, or the name is of another kind of task or measure.
@@ -186,9 +190,11 @@ class Pairs:
         return _paired(groups, self.mine.weighting, what, resamples, seed)
 
     def extremes(self, what: Measure, resamples: int, seed: int) -> tuple[Difference | None, Difference | None] | None:
-        """The differences if every missing answer of this run were the worst and every one of the other's the best, and
-        the other way round, in the direction of the values; None where no sample is missing, and for each of the two
-        where a missing value could be anything."""
+        """Differences with every missing answer of this run the worst and the other's the best, and vice versa.
+
+        In the direction of the values; None where no sample is missing, and for each of the two where a missing value
+        could be anything.
+        """
         everything = set(self.mine.ranges) | set(self.theirs.ranges)
         if self.num_samples == self.total == len(everything):
             return None
@@ -214,8 +220,10 @@ def _paired(
 
 
 def pair(mine: Curve, theirs: Curve, what: Measure) -> Pairs:
-    """Pair the judged run with another one on the samples that both have; raises NoCommonSample without any, and where
-    the measure is a share of a mean that is 0."""
+    """Pair the judged run with another one on the samples that both have.
+
+    Raises NoCommonSample without any, and where the measure is a share of a mean that is 0.
+    """
     both = shared([mine, theirs])
     if not both:
         raise NoCommonSample(

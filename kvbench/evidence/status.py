@@ -25,8 +25,10 @@ STATES: tuple[State, ...] = ("done", "running", "failed", "lost", "left")
 
 
 def run_states(results_dir: Path) -> tuple[Counter[str], dict[Path, RunRecord]]:
-    """Counts the runs that are done, running, failed, and unfinished (stopped or killed, with no process at work on
-    them); and finds those that are split into shards and not done."""
+    """Counts the runs that are done, running, failed, and unfinished; and lists sharded ones that are not done.
+
+    Unfinished runs were stopped or killed, and no process works on them.
+    """
     split: dict[Path, RunRecord] = {}
     unreadable: dict[str, str] = {}
     states = []

@@ -45,8 +45,10 @@ def cache_root() -> Path:
 
 
 def file_state(file: Path) -> State:
-    """The state of a file, links followed, in JSON types: its real path, size, times of change and inode. The second
-    time (ctime) moves even when a program puts the first one (mtime) back."""
+    """State of a file, links followed, in JSON types: its real path, size, times of change and inode.
+
+    The second time (ctime) moves even when a program restores the first one (mtime).
+    """
     real = file.resolve()
     stat = real.stat()
     return [str(real), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]

@@ -24,9 +24,12 @@ SAFELY = {"local_files_only": True, "trust_remote_code": False}
 
 @dataclass(frozen=True)
 class How:
-    """The form in which a model is to be held. GPUs get the weights tensor by tensor, so that main memory need not hold
-    the model; that takes the package accelerate. `quantisation` is a key of `quantised.KINDS`, or None; among
-    `processes` the heads are divided, by transformers' own plan for the model."""
+    """Form in which a model is held.
+
+    GPUs get the weights tensor by tensor, so that main memory need not hold the model; that takes the package
+    accelerate. `quantisation` is a key of `quantised.KINDS`, or None; the heads are divided over `processes` by
+    transformers' plan for the model.
+    """
 
     dtype: torch.dtype
     devices: Devices = Devices((torch.device("cpu"),))
@@ -37,14 +40,14 @@ class How:
 def read_weights(
     folder: Path, how: How, gguf_file: str | None = None
 ) -> tuple["PreTrainedModel", Mapping[str, Collection]]:
-    """Reads a model from a folder, or from a GGUF file in it; pickled weights are read by torch's reader for tensors
-    alone.
+    """Reads a model from a folder, or from a GGUF file in it.
+
+    Pickled weights are read by torch's reader for tensors alone.
 
     Returns:
         The model, on its devices or in main memory, and what `check_complete` takes. Until it was checked, tensors may
         be random.
     """
-
     more: dict[str, Any] = {"device_map": None}
     if how.processes > 1:
         config = config_of(folder).get_text_config()
@@ -84,8 +87,10 @@ def _auto_class(config: "PretrainedConfig") -> Any:
 
 
 def config_of(folder: Path, gguf_file: str | None = None) -> "PretrainedConfig":
-    """Read a model's configuration. Its attention is transformers' own, whatever a config.json names: that can be code
-    from the hub, and transformers lets it win over an argument."""
+    """Reads a model's configuration, with transformers' attention whatever a config.json names.
+
+    That can be code from the hub, and transformers prefers it over an argument.
+    """
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(folder, gguf_file=gguf_file, **SAFELY)
@@ -120,9 +125,11 @@ def outline_of(config: "PretrainedConfig", dtype: torch.dtype | None = None) -> 
 
 
 def check_complete(loaded: Mapping[str, Collection], what: str) -> None:
-    """Refuses a checkpoint that lacks tensors of its model, or has others, by what `from_pretrained(...,
-    output_loading_info=True)` reports. Tied tensors, which are stored once, and buffers that the configuration decides
-    are not among those. `what` says where the weights are."""
+    """Refuses a checkpoint with missing or unexpected tensors.
+
+    By the report of `from_pretrained(..., output_loading_info=True)`. Tied tensors, which are stored once, and buffers
+    that the configuration decides are not among those. `what` says where the weights are.
+    """
     shapes = [f"{name} {list(there)} instead of {list(wanted)}" for name, there, wanted in loaded["mismatched_keys"]]
     faults = {
         "lack": sorted(loaded["missing_keys"]),
@@ -148,8 +155,10 @@ def is_fault(error: BaseException) -> bool:
 
 @contextmanager
 def _without_load_report() -> Iterator[None]:
-    """Hides the table in which transformers says what `check_complete` says in a sentence, and its advice for weights
-    that stay packed: those of a GGUF file are de-quantised here."""
+    """Hides transformers' load report, which `check_complete` summarises, and its advice on packed weights.
+
+    Weights of a GGUF file are de-quantised here.
+    """
     logs = [logging.getLogger(f"transformers.{name}") for name in ("modeling_utils", "quantizers.quantizer_gguf")]
 
     def keep(record: logging.LogRecord) -> bool:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _MARKER = "complete.json"
-# What makes a tokenizer, apart from its class.
+# Fields that define a tokenizer, apart from its class.
 _COMPARED = {
     "words or rules": lambda tokenizer: tokenizer.backend_tokenizer.to_str(),
     "special tokens": lambda tokenizer: tokenizer.special_tokens_map,
@@ -42,28 +42,31 @@ def models_folder() -> Path:
 
 
 def kept_folder(folder: Path) -> Path:
-    """The folder of what a conversion is made from: it outlives one that breaks off, and goes with the first whole one.
-    It belongs to who holds the lock of `ensure`."""
+    """Folder of the inputs of a conversion.
+
+    It survives an interrupted conversion, and is removed by the first complete one. Only the holder of `ensure`'s lock
+    may use it.
+    """
     return folder.with_name(f"{folder.name}.fetched")
 
 
 def ensure(
     folder: Path, name: str, needed_bytes: int, make: Callable[[Path, Path], dict[str, str]], by: str = ""
 ) -> dict[str, str]:
-    """Makes sure that a whole conversion is in the cache. Of several processes at once one works, and the others wait
-    for it.
+    """Makes sure that a complete conversion is in the cache.
+
+    Of several processes at once one works, and the others wait for it.
 
     Args:
         folder: Its folder.
         name: The model's name, for messages.
-        needed_bytes: What making it takes on the disk.
+        needed_bytes: Disk space for making it.
         make: Writes the conversion into a folder that it makes, the second one; the first may be used, and goes.
-            What should outlive a conversion that breaks off goes to `kept_folder`. It gives what is to be known of the
+            Files that should survive an interrupted conversion go to `kept_folder`. It gives what is to be known of the
             conversion.
-        by: What converts, if that is no part of the folder's name; another one's conversion is made again.
+        by: Name of the converter, if that is no part of the folder's name; another one's conversion is made again.
 
-    Returns:
-        What is known of the conversion.
+    Returns: Record of the conversion.
 
     Raises:
         NoRoom: The disk is too full: pip and safetensors would each say it in their own way, and late.
@@ -102,8 +105,10 @@ def ensure(
 
 
 def save(source: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
-    """Writes a model that came from a GGUF file, and its tokenizer, into a folder. Raises NotAlike where the tokenizer
-    would be another one there."""
+    """Writes a model that came from a GGUF file, and its tokenizer, into a folder.
+
+    Raises NotAlike where the tokenizer would change by that.
+    """
     tokenizer.save_pretrained(folder)
     reread = read_tokenizer(folder)
     for name, what in _COMPARED.items():
@@ -119,8 +124,10 @@ def save(source: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", folder
 
 
 def read_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
-    """Reads the tokenizer of a conversion as it is there: a model's own class, which `AutoTokenizer` takes, may put
-    rules of its own in the place of some."""
+    """Reads the tokenizer of a conversion unchanged.
+
+    A model's tokenizer class, which `AutoTokenizer` takes, may replace some of its rules.
+    """
     import transformers
 
     tokenizer: PreTrainedTokenizerBase = transformers.PreTrainedTokenizerFast.from_pretrained(
@@ -130,8 +137,10 @@ def read_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
 
 
 def _seal(folder: Path, known: dict[str, str]) -> None:
-    """Writes the digests of a conversion beside it and brings all to the disk, before the folder gets its name: after a
-    power cut it is whole, or not there."""
+    """Writes the digests of a conversion and syncs everything to disk, before the folder gets its name.
+
+    After a power cut it is complete, or absent.
+    """
     files = sorted(folder.iterdir())
     marker = known | {
         "sizes_bytes": {file.name: file.stat().st_size for file in files},
@@ -149,9 +158,11 @@ def _known(folder: Path) -> dict[str, str]:
 
 
 def find_damage(folder: Path, by: str | None = None) -> str:
-    """Says what of a converted model is not as it was converted, in the words of a message; empty when nothing is. It
-    is `by` this converter, None = by whichever. A large file is read once and then known by its size, times and inode
-    (`cache.file_digest`)."""
+    """Describes damage of a converted model, in the words of a message; empty when there is none.
+
+    It is by the converter `by`, None = by any. A large file is read once and then known by its size, times and inode
+    (`cache.file_digest`).
+    """
     try:
         marker: dict[str, Any] = json.loads((folder / _MARKER).read_text())
         digests = marker["sha256"]

@@ -29,8 +29,10 @@ class Devices:
         return self.first if len(set(self.all)) == 1 else torch.device("cpu")
 
     def spans(self, num_layers: int) -> tuple[tuple[torch.device, int], ...]:
-        """Each device with its number of layers, the first ones with one more where they do not divide evenly; empty
-        for one device."""
+        """Each device with its number of layers; empty for one device.
+
+        The first ones have one more where the layers do not divide evenly.
+        """
         if len(self.all) == 1:
             return ()
         least, more = divmod(num_layers, len(self.all))
@@ -43,8 +45,10 @@ class Devices:
         return tuple((device, least + (index < more)) for index, device in enumerate(self.all))
 
     def module_map(self, model: "PreTrainedModel") -> dict[str, torch.device] | None:
-        """The device of each module of a model, or of its outline on the meta device, as transformers and accelerate
-        take it; None where all is on one."""
+        """Device of each module of a model, or of its outline on the meta device; None where all is on one.
+
+        In the form of transformers and accelerate.
+        """
         if len(set(self.all)) == 1:
             return None
         base, inner = model.base_model, model.base_model_prefix
@@ -55,7 +59,7 @@ class Devices:
                 order = [device for device, count in self.spans(len(child)) for _ in range(count)]
                 device_of |= {f"{inner}.{name}.{index}": device for index, device in enumerate(order)}
                 last = order[-1]
-            else:  # what comes before the layers takes tokens, and the norm behind them what the last layer gives
+            else:  # what comes before the layers takes tokens, and the norm after them what the last layer gives
                 device_of[f"{inner}.{name}"] = last if any(True for _ in child.parameters()) else self.first
         tied = bool(model.config.get_text_config().tie_word_embeddings)
         device_of |= {name: self.first if tied else last for name, child in model.named_children() if child is not base}
@@ -79,8 +83,10 @@ class Devices:
 
 
 def read_devices(value: object) -> Devices:
-    """Turns `model.device` (auto, cpu, cuda or cuda:N, or a list of such devices of one kind) into devices that exist
-    here."""
+    """Devices that exist here, from `model.device`.
+
+    That is auto, cpu, cuda or cuda:N, or a list of such devices of one kind.
+    """
     if isinstance(value, str) or not isinstance(value, Sequence):
         return Devices((_device(str(value)),))
     devices = tuple(_device(str(name), in_list=True) for name in value)

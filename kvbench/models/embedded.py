@@ -34,8 +34,8 @@ def embedded_folder() -> Path:
 def ensure_embedded() -> Path:
     """Makes sure that the embedded model is in the cache, and gives its folder (`conversions.ensure`).
 
-    The first time it is fetched (93 MB) and converted, which takes about half a minute beside the download. What was
-    fetched stays until a conversion is whole.
+    The first time it is fetched (93 MB) and converted, which takes about half a minute in addition to the download. The
+    file stays until a conversion is complete.
     """
     folder = embedded_folder()
 
@@ -50,8 +50,10 @@ def ensure_embedded() -> Path:
 
 
 def embedded_fingerprint() -> str:
-    """The embedded model's fingerprint: the pinned file decides weights, tokenizer and chat template, and what is
-    loaded was checked to be its conversion."""
+    """Fingerprint of the embedded model.
+
+    The pinned file decides weights, tokenizer and chat template, and the loaded model was checked to be its conversion.
+    """
     return combine_fingerprints([NAME, GGUF_SHA256, str(_CONVERTER_VERSION)])
 
 

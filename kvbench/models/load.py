@@ -58,11 +58,11 @@ class LoadedModel:
             are not part of it.
         max_tokens: Context length: prompt and answer together must not exceed it.
         dtype: Dtype of the weights.
-        device: Where the weights live; of several devices the first one, where prompts go in.
+        device: Device of the weights; of several the first one, which takes prompts.
         chat_template: True when the tokenizer can render a chat.
-        linear: How its own matrices lie and are multiplied, one of `matrices.LINEAR`; it decides in which order their
+        linear: Layout and kernels of its matrices, one of `matrices.LINEAR`; it decides in which order their
             sums are formed.
-        remark: A sentence on what was asked of it and could not be had; empty when all was.
+        remark: A sentence on settings that could not be met; empty when all were.
     """
 
     model: "PreTrainedModel"
@@ -97,8 +97,7 @@ class LoadedModel:
 
     @cached_property
     def rows_are_alone(self) -> bool:
-        """True if a row's numbers are the same bits whatever other rows of its kind (`lengths`) pass through the model
-        with it."""
+        """True if a row's numbers are the same bits whatever other rows (`lengths`) share its pass."""
         return self.linear == matrices.STREAMED and matrices.rows_are_alone(self.model)
 
     @cached_property
@@ -164,8 +163,10 @@ def load_model(cfg: Mapping[str, Any]) -> LoadedModel:
 
 
 def check_model(cfg: Mapping[str, Any]) -> None:
-    """Refuses what `load_model` would refuse for want of files, whatever the machine that will load it has: of a hub
-    id, or a file that is known by name, it fetches them. Raises as that does."""
+    """Refuses what `load_model` would refuse for missing files, whatever machine will load it.
+
+    For a hub id, or a file that is known by name, it fetches them. Raises as that does.
+    """
     settings = as_dict(cfg)
     if settings.get("kind") not in ("hf", "gguf"):
         return
@@ -260,8 +261,10 @@ _LOADERS: dict[str, tuple[_Loader, set[str]]] = {
 
 
 def load_outline(cfg: Mapping[str, Any]) -> LoadedModel:
-    """An `outline` with its tokenizer, for what only makes prompts; no answer can be had from it. The model of a GGUF
-    file that cannot be converted is loaded whole."""
+    """An `outline` with its tokenizer, for callers that only make prompts; it gives no answers.
+
+    The model of a GGUF file that cannot be converted is loaded whole.
+    """
     settings = as_dict(cfg)
     if settings.get("kind") == "random":
         _, tokenizer = _random_outline(settings)
@@ -276,8 +279,10 @@ def load_outline(cfg: Mapping[str, Any]) -> LoadedModel:
 
 
 def outline(cfg: Mapping[str, Any]) -> LoadedModel:
-    """Builds a model on the meta device, without weights and tokenizer, for what can be asked of it before it is
-    loaded; a GGUF file is not converted. Raises as `load_model` does."""
+    """Builds a model on the meta device, without weights and tokenizer, for checks before it is loaded.
+
+    A GGUF file is not converted. Raises as `load_model` does.
+    """
     settings = as_dict(cfg)
     devices = read_devices(settings.get("device", "auto"))
     dtype = _dtype(settings.get("dtype", "auto"), devices.first)

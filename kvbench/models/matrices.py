@@ -55,9 +55,11 @@ def read_linear(value: object, quantisation: str | None, processes: int) -> str:
 
 
 def lay(model: torch.nn.Module, linear: str, dtype: torch.dtype, device: torch.device) -> tuple[str, str]:
-    """Lays a model's matrices out as `model.linear` says, where that can be had: the layout, one of `LINEAR`, and the
-    reason why it is another one, in a sentence; empty where it is not. `AUTO` takes `STREAMED` where its kernel is
-    faster than torch's products, which portable C++ is not."""
+    """Lays a model's matrices out as `model.linear` says, where possible.
+
+    Returns the layout, one of `LINEAR`, and the reason why it is another one, in a sentence; empty where it is not.
+    `AUTO` takes `STREAMED` where its kernel is faster than torch's products, which portable C++ is not.
+    """
     if linear == AUTO:
         linear = PLAIN if why_not(STREAMED, dtype, device) or chosen_isa() == "portable" else STREAMED
     if linear == PLAIN:
@@ -86,8 +88,7 @@ def kernels(linear: str) -> tuple[str, ...]:
 
 
 def why_not(linear: str, dtype: torch.dtype, device: torch.device) -> str:
-    """The reason why matrices cannot be `PACKED`, `STREAMED` or `FUSED` here, to follow "because"; empty where they
-    can."""
+    """Reason why matrices cannot be `PACKED`, `STREAMED` or `FUSED` here, to follow "because"; empty where they can."""
     name = str(dtype).removeprefix("torch.")
     if linear == FUSED:
         if importlib.util.find_spec("triton") is None:
@@ -123,15 +124,18 @@ def _is_plain(layer: torch.nn.Module) -> TypeGuard[torch.nn.Linear]:
 
 
 class PackedLinear(torch.nn.Module):
-    """A linear layer whose matrix lies in oneDNN's order and nowhere else. Sums are formed in another order than in the
-    plain layer, which is on the CPU, in fp32 or bf16; so results differ from its in the last bits."""
+    """Linear layer whose only matrix is in oneDNN's order.
+
+    Sums are formed in another order than in the plain layer, which is on the CPU, in fp32 or bf16; so results differ
+    from its in the last bits.
+    """
 
     bias: Tensor | None
 
     def __init__(self, linear: torch.nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        # An opaque tensor: kept beside the parameters, where nothing tries to move or to cast it.
+        # An opaque tensor: kept outside the parameters, where nothing tries to move or to cast it.
         self._matrix = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), ROWS)
         self.register_buffer("bias", None if linear.bias is None else linear.bias.detach())
 
@@ -159,8 +163,9 @@ class PackedLinear(torch.nn.Module):
 def pack(model: torch.nn.Module) -> int:
     """Puts a packed layer in place of every linear one, each plain matrix going before the next is packed; how many.
 
-    What other modules use too stays plain: a head that is tied to the embedding, from which single rows are read, would
-    have to be held twice. The model is on the CPU, in a dtype that `why_not` has no word against, without gradients.
+    Matrices that other modules use too stay plain: a head that is tied to the embedding, from which single rows are
+    read, would have to be held twice. The model is on the CPU, in a dtype that `why_not` has no word against, without
+    gradients.
     """
     linears = [(parent, name, child) for parent in model.modules() for name, child in parent._modules.items() if child]
     users = Counter(id(weight) for _, _, child in linears for weight in child.parameters(recurse=False))
@@ -170,15 +175,18 @@ def pack(model: torch.nn.Module) -> int:
         setattr(parent, name, PackedLinear(getattr(parent, name)))
     for weight in model.parameters():  # one that lies in a mapped file would keep all of the file in memory
         weight.data = weight.data.clone()
-    # The C library would keep the memory of the plain matrices for later; glibc can be asked to return it.
+    # The C library would keep the memory of the plain matrices for later; glibc can return it.
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
     return len(packed)
 
 
 class StreamedLinear(torch.nn.Linear):
-    """A linear layer that multiplies by `RowProducts`. The matrix stays where and as it is, so that an embedding may
-    share it. A row's result is the same bits whatever other rows there are."""
+    """Linear layer that multiplies by `RowProducts`.
+
+    The matrix is neither moved nor changed, so that an embedding may share it. A row's result is the same bits whatever
+    other rows there are.
+    """
 
     products: RowProducts
     joint: "Joint | None" = None
@@ -194,12 +202,13 @@ JOINT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class Joint:
-    """Linear layers of a module that are given the same rows one after the other. The first one's call multiplies by
-    all of their matrices, since to wake the other threads takes as long as a small matrix does; the others find their
-    results there. Each is the same bits as alone.
+    """Linear layers of a module with the same input rows, one after the other.
+
+    The first one's call multiplies by all of their matrices, since waking the other threads takes as long as a small
+    matrix does; the others read their results. Each is the same bits as alone.
 
     Args:
-        layers: In the order in which they are called.
+        layers: Layers in the order in which they are called.
     """
 
     def __init__(self, layers: list[StreamedLinear]) -> None:
@@ -225,7 +234,7 @@ class Joint:
 
 
 def _join(module: torch.nn.Module) -> None:
-    """Has the layers of a module that are known to be given the same rows multiply them in one call."""
+    """Join the layers of a module that get the same rows, so that they multiply them in one call."""
     for names in JOINT:
         layers = [layer for name in names if isinstance(layer := module._modules.get(name), StreamedLinear)]
         if len(layers) == len(names) and len({(layer.in_features, layer.weight.dtype) for layer in layers}) == 1:
@@ -235,7 +244,7 @@ def _join(module: torch.nn.Module) -> None:
 
 
 def _is_ours(x: Tensor) -> bool:
-    """True for numbers that the kernels take; who watches torch's operations has to see some."""
+    """True for tensors that the kernels support; dispatch modes must see torch's operations."""
     is_plain = type(x) is Tensor and x.is_cpu and not x.requires_grad and x.dtype in DTYPES
     return is_plain and _get_current_dispatch_mode() is None
 
@@ -264,8 +273,8 @@ def _gated(module: Any, products: RowProducts, x: Tensor) -> Tensor:
 def _quicken(module: torch.nn.Module, products: RowProducts) -> None:
     """Lets a norm or a feed-forward layer run as one call, in place of three to seven of torch's, if it does the same.
 
-    Models name both alike, and what a name promises is tried: on rows of usual size, and on one where a norm's epsilon
-    tells, or a limit on what the gate lets through would.
+    Models use one name for both, so the behaviour is tested: on rows of usual size, and on one where a norm's epsilon,
+        or a clamp of the gate, would show.
     """
     if "forward" in vars(module):  # somebody has put another one there
         return
@@ -295,7 +304,7 @@ def _quicken(module: torch.nn.Module, products: RowProducts) -> None:
 class Even(torch.nn.Module):
     """An element-wise function on the CPU whose result for a number does not depend on where that lies.
 
-    torch has one approximation for whole vectors, and another for what is left behind them where a thread's part ends.
+    torch has one approximation for whole vectors, and another for the remainder where a thread's part ends.
     So it is given as many numbers as leave nothing.
     """
 
@@ -324,9 +333,11 @@ def _missing(size: int, threads: int) -> int:
 
 
 def stream(model: torch.nn.Module) -> int:
-    """Has every plain linear layer of a model read its matrix so, a head that is tied to the embedding too, its usual
-    norms and feed-forward layers run as one call each, and its activations give the same bits wherever a number lies;
-    how many linear layers."""
+    """Streams the matrices of all plain linear layers of a model; returns their number.
+
+    A head that is tied to the embedding is one too. Usual norms and feed-forward layers run as one call each, and
+    activations give the same bits wherever a number is.
+    """
     from transformers.activations import ACT2CLS
 
     layers = [layer for layer in model.modules() if _is_plain(layer) and layer.weight.is_contiguous()]
@@ -347,17 +358,21 @@ def stream(model: torch.nn.Module) -> int:
 
 
 def rows_are_alone(model: torch.nn.Module) -> bool:
-    """True if everything that a model multiplies its rows by is streamed, so that none depends on the others, and if
-    that is what is measured: of every matrix, norm and activation of a kind, one row gives the same bits alone as
-    beside four. Takes milliseconds."""
+    """True if no row's results depend on the others, by construction and by measurement.
+
+    Everything that multiplies the rows is streamed; and of every matrix, norm and activation of a kind, one row gives
+    the same bits alone as with four. Takes milliseconds.
+    """
     alone = [layer for layer in model.modules() if isinstance(layer, StreamedLinear | torch.nn.Embedding)]
     known = {id(weight) for layer in alone for weight in layer.parameters(recurse=False)}
     return all(weight.ndim < 2 or id(weight) in known for weight in model.parameters()) and _alone_measured(model)
 
 
 def _alone_measured(model: torch.nn.Module) -> bool:
-    """True if one row of random numbers gives the same bits alone as with other rows, in each kind of part that a model
-    has between its attention."""
+    """True if one row of random numbers gives the same bits alone as with other rows.
+
+    Measured in each kind of part that a model has between its attention.
+    """
     tried: set[tuple] = set()
     with torch.random.fork_rng(devices=()), torch.no_grad():
         torch.manual_seed(0)

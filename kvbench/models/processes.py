@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def started() -> tuple[int, int]:
-    """This process's number and how many there are, as torchrun said; (0, 1) without it."""
+    """Rank of this process and number of processes, as set by torchrun; (0, 1) without it."""
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
@@ -30,7 +30,7 @@ def connect() -> None:
         atexit.register(tell, ("end",))
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    # The first process may be busy for hours (with graders, or data) before it has something to tell.
+    # The first process may be busy for hours (with graders, or data) before it has something to send.
     kind = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     torch.distributed.init_process_group(kind, timeout=timedelta(days=7))
 
@@ -49,8 +49,10 @@ def hear() -> tuple[Any, ...]:
 
 
 def read_processes(value: object, model_kind: str, devices: "Devices") -> int:
-    """`model.tensor_parallel`, once it is known that it can be done: processes, None being one. Refuses it, with the
-    remedy, where as many were not started, or the model cannot be cut."""
+    """Number of processes of a validated `model.tensor_parallel`; None is one.
+
+    Refuses it, with the remedy, where as many were not started, or the model cannot be split.
+    """
     if value is None or value == 1:
         return 1
     wanted = check_whole("model.tensor_parallel", value, 1, ", or null for one process")

@@ -9,7 +9,7 @@ import torch
 
 from kvbench.errors import PackageMissing, SettingsConflict, check_name
 
-# What `model.quantisation` may be -> torchao's configuration with its settings. The packing of int4 is the one that
+# Value of `model.quantisation` -> torchao's configuration with its settings. The packing of int4 is the one that
 # torch itself has kernels for, on GPUs and in bfloat16.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "fp8": ("Float8WeightOnlyConfig", {}),
@@ -19,8 +19,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def read_kind(value: object, model_kind: str, device: torch.device, dtype: torch.dtype, processes: int) -> str | None:
-    """`model.quantisation`, once it is known that it can be done; None for weights as they are. Refuses it, with the
-    remedy, where the model is not read from a folder, or torchao is missing."""
+    """Kind of a validated `model.quantisation`; None for unquantised weights.
+
+    Refuses it, with the remedy, where the model is not read from a folder, or torchao is missing.
+    """
     if value is None:
         return None
     value = check_name("model.quantisation", value, KINDS)

@@ -94,9 +94,11 @@ def random_config(
 def random_model(
     config: "PretrainedConfig", *, seed: int, dtype: torch.dtype, device: torch.device
 ) -> "PreTrainedModel":
-    """Builds a model with seeded random weights, directly on the device and in the dtype it will run in. The same seed
-    gives the same weights on the same kind of device; the global random state is left as it was. Refuses weights that
-    do not fit into the free memory."""
+    """Builds a model with seeded random weights, directly on the device and in its dtype.
+
+    The same seed gives the same weights on the same kind of device; the global random state is restored. Refuses
+    weights that do not fit into the free memory.
+    """
     import transformers
 
     _check_memory(outline_of(config, dtype), config, device)
@@ -108,9 +110,11 @@ def random_model(
 
 
 def byte_tokenizer(vocab_size: int) -> "PreTrainedTokenizerFast":
-    """Builds a tokenizer of one token per UTF-8 byte, without a chat template, so that every task runs on a model
-    without a vocabulary. Token 0 ends a text; the 256 bytes follow. Ids above, which a random model emits too, decode
-    to nothing."""
+    """Builds a tokenizer of one token per UTF-8 byte, without a chat template.
+
+    So every task runs on a model without a vocabulary. Token 0 ends a text; the 256 bytes follow. Ids above, which a
+    random model emits too, decode to nothing.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

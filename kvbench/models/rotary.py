@@ -29,7 +29,7 @@ class RotaryTable:
 
     Args:
         border: Tokens of the longest text that has the short table.
-        grows: Behind the border, every length has a table of its own; False = one serves all of them.
+        grows: Beyond the border, every length has a table of its own; False = one serves all of them.
     """
 
     border: int
@@ -50,7 +50,7 @@ class Lengths:
         return tuple(0 if length <= one.border else length if one.grows else 1 for one in self.tables)
 
     def limit(self, length: int) -> int:
-        """Tokens that a text of a length may grow to before a table changes; `FAR` behind the last border."""
+        """Tokens that a text of a length may grow to before a table changes; `FAR` after the last border."""
         return min((one.border for one in self.tables if one.border >= length), default=FAR)
 
     def crossed(self, first: int, last: int) -> RotaryTable | None:
@@ -60,8 +60,10 @@ class Lengths:
 
 
 def lengths_of(model: "PreTrainedModel") -> Lengths:
-    """Measures the tables of a model's rotary embeddings; of an outline, on new embeddings of its configuration. Takes
-    some milliseconds."""
+    """Measures the tables of a model's rotary embeddings; takes some milliseconds.
+
+    Of an outline, on new embeddings of its configuration.
+    """
     tables = []
     with torch.no_grad():
         for embedding in _embeddings(model):
@@ -82,14 +84,16 @@ def lengths_of(model: "PreTrainedModel") -> Lengths:
 
 
 def forget_lengths(model: torch.nn.Module) -> None:
-    """Has every rotary embedding forget the lengths that it has seen: transformers' `dynamic` keeps the table of the
-    longest text until a short one comes."""
+    """Resets the lengths that every rotary embedding has seen.
+
+    transformers' `dynamic` keeps the table of the longest text until a short one comes.
+    """
     for embedding in _embeddings(model):
         forget(embedding)
 
 
 def forget(embedding: _Embedding) -> None:
-    """Has an embedding see a text of one token, with which a table begins anew."""
+    """Run an embedding on a text of one token, which resets its table."""
     embedding(torch.zeros(1, 1, dtype=torch.int64))
 
 
@@ -104,8 +108,10 @@ def _same(some: list[Tensor], others: list[Tensor]) -> bool:
 
 
 def _embeddings(model: torch.nn.Module) -> Iterator[_Embedding]:
-    """The rotary embeddings of a model, one for each type of layer that has its own, as functions of int64 positions
-    [rows, tokens]."""
+    """Rotary embeddings of a model as functions of int64 positions [rows, tokens].
+
+    There is one for each type of layer that has its own.
+    """
     decoder: Any = getattr(model, "get_decoder", lambda: model)()  # without what looks at pictures
     modules: list[Any] = list(decoder.modules())
     for module in modules:
@@ -161,7 +167,7 @@ def _extended(scaling: dict[str, Any], base: int) -> int:
 
 
 def context_length(config: "PretrainedConfig", wanted: int | None) -> int:
-    """The context length: the model's own, or a shorter one that the user asked for (`model.max_tokens`)."""
+    """The context length: the model's own, or a shorter one that the user set (`model.max_tokens`)."""
     length = context_of(config)
     if length is None:
         raise UnsupportedModel(

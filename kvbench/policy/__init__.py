@@ -3,10 +3,10 @@
 A method is a `Policy`, a dataclass whose fields are its settings. It declares, with attributes that it assigns in
 `declare` or in its class body, which precision tiers it uses (`tiers`), what it ranks tokens by (`score`), how much of
 the cache it must see at once (`scope`), and a few things more; all have defaults. It answers two questions with
-tensors: which tier does each prompt token go to (`plan_prefill`), and where does the next token go, who makes room for
-it and what becomes of the one who does (`plan_decode`). A third, optional answer evicts in bulk (`plan_compact`). A
-policy never sees keys or values, never counts bytes, never knows a backend. What it ranks by is a `Statistic`: one of
-those here, or a small class in the method's own file, which the store runs on a layer's tensors.
+tensors: which tier does each prompt token go to (`plan_prefill`), and where does the next token go, which token makes
+room for it, and does that one change tier or go (`plan_decode`). A third, optional answer evicts in bulk
+(`plan_compact`). A policy never sees keys or values, never counts bytes, and does not depend on a backend. It ranks by
+a `Statistic`: one of those here, or a small class in the method's own file, which the store runs on a layer's tensors.
 
 Methods of one precision derive from `ByLayer`, with which a user may give some layers or heads another one. Methods
 that rank tokens derive from `Ranked`, which has the plan of a prompt and the settings that compose, from `Scored`, with

@@ -122,7 +122,7 @@ class Shares:
             score: fp32 [V, H, n] the tokens to choose from.
             mean: At most n.
             reserve: Tokens (0 or 1) that every list has before others are shared out.
-            worth: Of a view fp64 [L], what each layer is worth, for `allocation=preference`.
+            worth: View -> weight of each layer, fp64 [L], for `allocation=preference`.
         """
         base, room, here = mean - reserve, score.shape[-1] - reserve, score.device
         if self.allocation == "uniform":
@@ -158,8 +158,9 @@ class Shares:
 
 
 def shares_by_score(score: Tensor, base: Tensor, alpha: float, *, official_rounding: bool = False) -> Tensor:
-    """Budgets int64 [G, M] by how many of the best tokens (fp32 [G, M, n]) of a group of lists are a list's own. Their
-    mean is `base`, int64 [G], of which the share `alpha` does not depend on the scores: Ada-KV's safeguard.
+    """Budgets int64 [G, M] by each list's share of the best tokens (fp32 [G, M, n]) of a group of lists.
+
+    Their mean is `base`, int64 [G], of which the share `alpha` does not depend on the scores: Ada-KV's safeguard.
 
     Source: FFY0/AdaKV at efe4e2e, AdaptiveSnapKVCluster.
     Differs: largest remainder, unless `official_rounding`.
@@ -177,8 +178,10 @@ def shares_by_score(score: Tensor, base: Tensor, alpha: float, *, official_round
 
 
 def round_to_total(parts: Tensor, denominator: int, total: Tensor) -> Tensor:
-    """Rounds parts [G, M] / denominator to int64 with the sums `total` [G]: floors, then +1 by remainder descending,
-    index ascending."""
+    """Rounds parts [G, M] / denominator to int64 with the sums `total` [G].
+
+    Floors, then +1 by remainder descending, index ascending.
+    """
     floors = parts // denominator
     by_remainder = rank_descending(parts - floors * denominator)
     return floors + (by_remainder < (total - floors.sum(-1))[:, None])

@@ -36,29 +36,29 @@ class Policy:
 
     Attributes:
         tiers: One to four precision formats; tier 0 takes new tokens.
-        by_layer: Which of `tiers` tier 0 stands for in each layer and head (`ByLayer` makes it); plans then know no
-            other tier than 0. None = each tier is what it is everywhere.
-        codebooks: The tables of tiers whose codes are calibrated, which lie beside the pages; None = there are no such.
-        head_scales: Likewise the scales of tiers of floats of 8 bits.
+        by_layer: The one of `tiers` that tier 0 stands for in each layer and head (`ByLayer` makes it); plans then have
+            no other tier than 0. None = each tier is what it is everywhere.
+        codebooks: Tables of tiers with calibrated codes, stored outside the pages; None = no such tiers.
+        head_scales: Scales of tiers of 8-bit floats, from such a file too.
         score: The attention statistics that the method needs; none by default.
         limit: The budget, of which the cache says how many tokens it allows; None = the method has none.
-        reading: Which pages decode steps read; None = all of them.
+        reading: Pages that decode steps read; None = all of them.
         residual: The 16-bit buffer in front of tier 0; None = no buffer.
         scope: Whether tokens compete within a `head`, a `layer` or the whole `model`. A view of a prompt holds all
             layers for `model`, otherwise one.
-        position_mode: How keys are stored: `absolute` with the rotary position of their token; `cache_relative` without
+        position_mode: Form of stored keys: `absolute` with the rotary position of their token; `cache_relative` without
             it, and rotated to their index in the cache when they are read (see `cache_positions`); `pre_rope` without
             it, and rotated to their token's position when they are read: tokens stay where they are written, and
             where there are several tiers, the first ones of a prompt lie in the later tiers, in all heads alike.
         granularity: `kv_head`, or `q_head`, which stores every query head's copy and is billed for it.
         acts_in_decode: `plan_decode` may displace a token; question segments are then fed token by token.
         compaction: Before which steps `plan_compact` evicts in bulk, or that it does where pages run out; None = never.
-        needs_instruction: The method asks how many first tokens of a prompt are its instruction.
-        needs_prompt_slots: `plan_decode` asks what the prompt's plan gave each list, as `plan_compact` may anyhow.
+        needs_instruction: The method reads how many first tokens of a prompt are its instruction.
+        needs_prompt_slots: `plan_decode` reads each list's slots from the prompt's plan, as `plan_compact` may anyhow.
         no_upkeep: Why the method cannot keep to a share of all tokens seen while an answer grows (`50%seen`), as the
             end of `it ...`; empty = it does.
         in_chunks: Its plan for a prompt may be made again and again while the prompt is read (`prefill.chunk`).
-        chooses_bits: How many bits a token has is the method's choice, so that a run says what they are on average.
+        chooses_bits: The method chooses the bits of a token, so that a run reports their average.
         budget_is_mean: The budget is a mean over lists; otherwise every list has to keep to it.
         budget_step: Budgets are rounded up to a multiple of so many tokens.
         fewest_tokens: The smallest budget that the method keeps to, in tokens per list.
@@ -130,20 +130,22 @@ class Policy:
         return self.limit if self.limit is not None and self.limit.unit == "bytes" else None
 
     def least_tokens(self, num_prompt_tokens: int) -> int:
-        """The smallest budget that the method keeps to behind such a prompt, in tokens per list. Default:
-        `fewest_tokens`."""
+        """Smallest budget that the method can keep to after such a prompt, in tokens per list.
+
+        Default: `fewest_tokens`.
+        """
         return self.fewest_tokens
 
     def most_tokens(self, budget: int, num_prompt_tokens: int, num_new_tokens: int) -> int:
         """Most tokens that a list (the mean one, where lists share a budget) comes to hold, for budgets in bytes.
 
-        Default: what stays of the prompt and every token behind it; with `acts_in_decode` one token beyond the budget,
+        Default: what stays of the prompt and every token after it; with `acts_in_decode` one token beyond the budget,
         and with `compaction` those that come in before the next eviction.
 
         Args:
             budget: Tokens per list that the budget allows.
             num_prompt_tokens: The prompt's.
-            num_new_tokens: Those read behind it.
+            num_new_tokens: Those read after it.
         """
         everything = num_prompt_tokens + num_new_tokens
         compaction = self.compaction if self.compaction is not None and not self.compaction.when_full else None
@@ -152,9 +154,10 @@ class Policy:
         return min(budget, num_prompt_tokens) + num_new_tokens
 
     def bounds(self, extent: Extent) -> Bounds | None:
-        """Bounds on the tokens that a sequence of these lengths may hold at its end; a run whose ledger shows another
-        number fails. Default: of the prompt, on average, a page more than a setting `budget` allows; any without
-        one."""
+        """Bounds on the tokens that a sequence of these lengths may hold at its end; a run outside them fails.
+
+        Default: of the prompt, on average, a page more than a setting `budget` allows; unbounded without one.
+        """
         value = getattr(self, "budget", None)
         try:
             budget = None if value is None else Budget.parse(value)
@@ -167,13 +170,13 @@ class Policy:
 
     @property
     def prompt_only(self) -> bool:
-        """Whatever follows the prompt is kept whole and in 16 bits, and all of it is read."""
+        """True if everything after the prompt is kept whole and in 16 bits, and all of it is read."""
         new = self.tiers if self.by_layer is not None else self.tiers[:1]
         whole = all(tier.native or tier.k_bits == tier.v_bits == 16 for tier in new)
         acts = self.acts_in_decode or any((self.compaction, self.reading, self.residual))
         return whole and not acts
 
-    # What becomes of the tokens.
+    # Decisions about tokens.
 
     def plan_prefill(self, view: PrefillView) -> PrefillPlan:
         """Decides where the prompt's tokens go. Default: all to tier 0."""
@@ -189,13 +192,13 @@ class Policy:
         return type(self).plan_decode is not Policy.plan_decode
 
     def plan_compact(self, view: DecodeView) -> CompactPlan:
-        """Decides a bulk eviction for the sequences for which `compaction` is due, or for all that are decoded where
-        pages run out."""
+        """Decides a bulk eviction for sequences whose `compaction` is due, or for all decoded ones out of pages."""
         raise NotImplementedError(f"{type(self).__name__} sets compaction but does not define plan_compact")
 
     def cache_positions(self, view: DecodeView, num_slots: int) -> Tensor:
-        """int64 [S, num_slots]: each slot's index in the cache by age, the incoming token included; only for
-        `cache_relative` methods.
+        """Each slot's index in the cache by age, int64 [S, num_slots], the incoming token included.
+
+        Only for `cache_relative` methods.
 
         Args:
             view: The view that the step was planned from.

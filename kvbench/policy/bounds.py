@@ -1,5 +1,7 @@
-"""Bounds on the tokens of a sequence: a method's promise, which results are held to (`kvbench/runs/verdict.py`).
-Methods import these from `kvbench.policy`."""
+"""Bounds on the tokens of a sequence: a method's promise, checked on results by `kvbench/runs/verdict.py`.
+
+Methods import these from `kvbench.policy`.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,13 +18,13 @@ class Extent:
     """The lengths of a sequence that was answered, which bounds depend on.
 
     Args:
-        prompt_tokens: Of the prompt.
-        tokens_seen: Of the prompt and all that was read behind it.
+        prompt_tokens: Tokens of the prompt.
+        tokens_seen: Tokens of the prompt and of everything read after it.
         lists: Layers x KV heads.
         prompt_slots: Slots that the plan of the prompt left in all lists together.
         page_tokens: Tokens per page.
         slot_bytes: Bytes per slot.
-        instruction_tokens: First tokens that are the prompt's instruction, where the method asked for them.
+        instruction_tokens: First tokens that are the prompt's instruction, if the method uses them.
         prompt_chunks: Pieces that the prompt was read in.
         budget_tokens: Tokens per list that a budget in bytes buys; 0 = the method has none.
     """
@@ -39,7 +41,7 @@ class Extent:
 
     @property
     def new_tokens(self) -> int:
-        """Tokens behind the prompt."""
+        """Tokens after the prompt."""
         return self.tokens_seen - self.prompt_tokens
 
     def allowed(self, budget: Budget, num_tokens: int) -> int:
@@ -53,12 +55,12 @@ class Bounds:
 
     Args:
         why: The rule behind the bounds, before its number: `the budget 40 tokens allows`.
-        prompt: Of the prompt in each list.
-        prompt_mean: Of the prompt, the mean over lists.
-        prompt_sizes: Of the prompt in each list one of these numbers; empty = any.
-        end_mean: Of all tokens at the end, the mean over lists.
+        prompt: Prompt tokens in each list.
+        prompt_mean: Prompt tokens, the mean over lists.
+        prompt_sizes: Allowed numbers of prompt tokens in each list; empty = any.
+        end_mean: Tokens at the end, the mean over lists.
         tiers: Tiers that `in_tiers` is about.
-        in_tiers: Of all tokens at the end in `tiers`, the mean over lists.
+        in_tiers: Tokens at the end in `tiers`, the mean over lists.
         resident_bytes: Most bytes at the end.
     """
 
@@ -88,7 +90,7 @@ def within(
 
     Args:
         extent: The sequence.
-        budget: What was asked.
+        budget: The requested budget.
         at_least: Tokens per list that the method keeps whatever the budget says.
         mean: The budget is a mean over lists; otherwise every list has to keep to it.
         block: The budget is rounded up to whole blocks of so many tokens.
@@ -118,8 +120,10 @@ def within(
 
 
 def of_answer(extent: Extent, budget: Budget, window: int, spare: int) -> Bounds:
-    """The bounds of a sequence whose prompt is kept whole and whose answer has the budget, or keeps its last `window`
-    tokens; `spare` tokens per list may come in before the next eviction."""
+    """Bounds of a sequence with a whole prompt and an answer within the budget, or its last `window` tokens.
+
+    `spare` tokens per list may come in before the next eviction.
+    """
     prompt = extent.prompt_tokens
     allowed = int(budget.value * extent.new_tokens) if budget.unit == "ratio" else int(budget.value)
     if budget.unit == "bytes":
@@ -137,7 +141,7 @@ def quantised(extent: Extent, tiers: Sequence[int], beyond: int) -> Bounds:
 
     Args:
         extent: The sequence.
-        tiers: Where quantised tokens lie.
+        tiers: Tiers of quantised tokens.
         beyond: Tokens of which none need be quantised.
     """
     least = 1 / extent.lists if extent.tokens_seen > beyond else 0

@@ -14,8 +14,9 @@ _NUMBER = r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
 
 @dataclass(frozen=True)
 class Budget:
-    """Share of the cache that a method may keep: a ratio of the prompt, a share of all tokens seen so far, tokens per
-    KV head, or bytes per sequence.
+    """Share of the cache that a method may keep.
+
+    A ratio of the prompt, a share of all tokens seen so far, tokens per KV head, or bytes per sequence.
 
     Written in a config as 0.25 or 1.0 (a ratio in (0, 1], always with a point), `50%seen` (a share of the prompt and of
     the answer so far, kept to at every step), 256 (tokens; 1 is one token) or `8MiB` (bytes; B, KiB, MiB, GiB).

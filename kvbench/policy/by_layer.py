@@ -32,8 +32,11 @@ class TiersByLayer(Readable):
 
 
 def read_table(text: str, name: str = "tiers_by_layer") -> tuple[list[tuple[str, ...]], dict[int, str]]:
-    """Reads a table of precisions, whose entries are parted by blanks or commas: a row per layer, of a precision or one
-    per KV head; or layers with theirs, negative ones counted from the last. What is none is a ValueError."""
+    """Reads a table of precisions, separated by blanks or commas.
+
+    A row per layer, of a precision or one per KV head; or layers with theirs, negative ones counted from the last.
+    Raises ValueError for another form.
+    """
     rows: list[tuple[str, ...]] = []
     named: dict[int, str] = {}
     entries = re.split(r"[\s,]+", text.strip().lower())
@@ -69,7 +72,7 @@ def write_table(tiers: Sequence[str]) -> str:
 class ByLayer(Policy):
     """A method of one precision, which some layers and heads may have another one of.
 
-    A subclass declares its own precision in `tiers` and calls `spread` then; its plans know tier 0 only.
+    A subclass declares its own precision in `tiers` and calls `spread` then; its plans have tier 0 only.
 
     Args:
         tiers_by_layer: Other precisions than the method's own, at most four in all: one per layer from the first to the
@@ -88,7 +91,7 @@ class ByLayer(Policy):
         return Tier.parse(text)
 
     def spread(self) -> None:
-        """Declares the tiers of all layers beside the method's own.
+        """Declares the tiers of all layers, in addition to the method's.
 
         Raises:
             ValueError: They are more than four.

@@ -22,14 +22,14 @@ ALL_QUERIES = -1  # in a ScoreSpec: every prompt query counts
 class Probe:
     """A second pass over a prompt while it is still uncompressed; its tokens are measured and not kept.
 
-    The model is asked to repeat the prompt and is fed what it would answer, in parts: behind the whole prompt it reads
+    The model is asked to repeat the prompt and is fed what it would answer, in parts: after the whole prompt it reads
     a request, what closes a user's turn in the prompt, and a part of the prompt again. A statistic finds the passes
     under `replays`. The time that they take and what they hold are counted.
 
     Args:
         ask: Asks for the first part.
         go_on: Asks for any other part; the last tokens of the part before it follow.
-        part_tokens: Tokens of a part; fewer where the model's context has no room for as many behind the prompt.
+        part_tokens: Tokens of a part; fewer where the model's context has no room for as many after the prompt.
         overlap_tokens: Tokens of the part before that follow `go_on`.
     """
 
@@ -47,20 +47,19 @@ class ScoreSpec:
     """The statistic that scores tokens, and the numbers of it that pages keep.
 
     Args:
-        statistic: What turns a layer's tensors into scores; `Probability`, what queries attend to a key with, unless
-            said otherwise.
+        statistic: Turns a layer's tensors into scores; by default `Probability`, the attention that a key receives.
         prefill_queries: Prompt queries that count: 0 none, w > 0 the last w, `ALL_QUERIES` all.
         slot_queries: Last queries that the statistic's `of_slots` looks at; a 16-bit ring of them is kept and billed.
         skip_near: Query i does not count for key j when i - j < skip_near; in decode steps too, which needs `pos`
             tracked.
         power: Probabilities are raised to this power (1 or 2) before they are reduced over queries.
-        query_reduce: How a prompt's probabilities are reduced over the queries that count for a key: `sum`, `mean` or
+        query_reduce: Reduction of a prompt's probabilities over the queries that count for a key: `sum`, `mean` or
             `max`.
         pool: `none`, `avg` (zero padding counts) or `max`, along the keys, stride 1.
         pool_kernel: Odd width of the pool.
         pool_stage: Pool each query head before the group is reduced, or the reduced score.
         pool_region: `prefix` pools only keys before the last `prefill_queries` tokens, `all` pools every key.
-        group_reduce: How the query heads of a KV head are reduced, after the reduction over queries in prefill, per
+        group_reduce: Reduction of the query heads of a KV head, after the reduction over queries in prefill, per
             step in decode.
         decode_update: Every decode step adds its reduced probabilities to the slots' scores.
         decode_replace: With `decode_update`: a step's probabilities replace the scores instead.
@@ -146,7 +145,7 @@ class Compaction:
 
     Args:
         every: Most tokens of a sequence that come in between two of them.
-        from_start: The first one is before the first token behind the prompt.
+        from_start: The first one is before the first token after the prompt.
         when_full: The setting, as messages name it, by which there is one only where the pages that requests share run
             out; `due` is not called then. Empty = before the steps for which it is due.
     """
@@ -156,8 +155,10 @@ class Compaction:
     when_full: str = ""
 
     def due(self, view: DecodeView) -> Tensor:
-        """bool [S]: the sequences that evict before this step. Default: after every `every` tokens behind the
-        prompt."""
+        """Mask bool [S] of the sequences that evict before this step.
+
+        Default: after every `every` tokens past the prompt.
+        """
         grown = view.tokens_seen - view.prompt_tokens
         due = grown % self.every == 0
         return due if self.from_start else due & (grown > 0)
@@ -199,7 +200,7 @@ class ReadSpec:
         page_tokens: Slots per page, a multiple of 8.
         min_pages: Pages read at least, >= 1.
         dense_layers: First layers that read everything.
-        group_reduce: How the bounds of a KV head's query heads are reduced.
+        group_reduce: Reduction of the bounds of a KV head's query heads.
     """
 
     budget: Budget
@@ -218,9 +219,9 @@ class CodeBooks:
 
     Args:
         keys: Per layer, the level of each key code, in ascending order and from 0 to 255.
-        values: Likewise for values.
+        values: The same for value codes.
         scale: Per layer, for each channel of each KV head what a key's level is multiplied by.
-        zero: Likewise what is added then.
+        zero: Zero points, added after the scale, in the same form.
     """
 
     keys: tuple[tuple[int, ...], ...]
@@ -235,7 +236,7 @@ class HeadScales:
 
     Args:
         keys: Per layer, one number for all of its keys, or one for each KV head; those of other formats do not count.
-        values: Likewise, as many.
+        values: The same for values, as many as `keys`.
     """
 
     keys: tuple[tuple[float, ...], ...]
@@ -249,7 +250,7 @@ class TierTable:
     Args:
         rows: One per layer: a tier, or one per KV head; empty = all have tier 0.
         named: Layer -> tier where it differs from that; negative layers count from the last.
-        protected: Likewise, and it overrides both.
+        protected: As many, which overrides both.
     """
 
     rows: tuple[tuple[int, ...], ...]

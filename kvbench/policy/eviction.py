@@ -1,5 +1,7 @@
-"""Slots that lists may hold while decoding, the bulk evictions that keep them to it, and tokens that no eviction takes
-in addition to those that a method keeps itself."""
+"""Decode-time eviction: slots that lists may hold, bulk evictions down to them, and protected tokens.
+
+Protected tokens are exempt in addition to those that a method keeps.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -15,7 +17,7 @@ from kvbench.policy.views import DecodeView
 
 
 def prompt_share(view: DecodeView, budget: Budget, base: Tensor | None = None) -> Tensor:
-    """int64 [S, L, H]: slots that each list may hold now, from its share of the prompt's plan, or from `base`.
+    """Slots that each list may hold now, int64 [S, L, H], from its share of the prompt's plan, or from `base`.
 
     With a ratio budget a list's share grows with the sequence (a prompt too short to have a share gets the ratio);
     otherwise it stays, and a prompt that fitted the budget grows up to it first.
@@ -31,8 +33,10 @@ def prompt_share(view: DecodeView, budget: Budget, base: Tensor | None = None) -
 
 
 def answer_share(view: DecodeView, budget: Budget) -> Tensor:
-    """int64 [S, L, H]: the whole prompt, and a ratio of the answer or as many tokens of it as the budget says; a budget
-    in bytes is of both."""
+    """Slots per list, int64 [S, L, H]: the whole prompt, and the budget's share of the answer.
+
+    A ratio is of the answer, a number is tokens of it; a budget in bytes is of both.
+    """
     prompt = view.prompt_tokens[:, None, None]
     answer = view.tokens_seen[:, None, None] - prompt
     if budget.unit == "ratio":
@@ -51,15 +55,16 @@ def shrink_to_share(
     stays: Tensor | None = None,
     target: Tensor | None = None,
 ) -> CompactPlan:
-    """Brings every list back to its share: how prompt-only methods compress while decoding. The lightest slots go, the
-    last `window` tokens stay.
+    """Evicts every list down to its share: compression while decoding for prompt-only methods.
+
+    The slots with the lowest scores go, the last `window` tokens stay.
 
     Args:
         view: The view.
         budget: The method's budget.
         window: Last tokens that stay.
         score: fp32 [S, L, H, n] to rank by instead of the slots' scores.
-        stays: bool [S, L, H, n] held slots that stay beside the window, however many they are; None = none.
+        stays: bool [S, L, H, n] held slots that stay in addition to the window, whatever their number; None = none.
         target: int64 [S, L, H] slots that may stay; None = `prompt_share`.
 
     Source: none; the papers compress only the prompt.
@@ -88,8 +93,10 @@ class Protection:
     tokens: int = 4
 
     def check(self, text: object, budget: Budget, no_eviction: str) -> None:
-        """Refuses what cannot be protected of a budget, which was written as `text`; `no_eviction` says what to set so
-        that the method evicts while decoding, and is empty where it does."""
+        """Refuses protection that a budget, written as `text`, cannot have.
+
+        `no_eviction` names the setting that makes the method evict while decoding, empty where it does.
+        """
         if self.of in ("prompt", "answer") and budget.of_seen:
             raise SettingsConflict(
                 f"budget={text} is a share of all tokens seen, of which protect={self.of} keeps a part whole; set "
@@ -129,12 +136,12 @@ class Protection:
         return view.instruction_tokens if self.of == "instruction" else self.sinks
 
     def room(self, view: DecodeView, allowed: Tensor) -> Tensor:
-        """int64 [S]: tokens that a list may hold where the budget allows so many: those that are first at least."""
+        """Tokens that a list may hold within a budget, int64 [S]; at least the first ones."""
         first = self.first_held(view)
         return torch.maximum(allowed, first) if isinstance(first, Tensor) else allowed.clamp(min=first)
 
     def slots(self, view: DecodeView, pos: Tensor) -> Tensor:
-        """bool [S, L, H, n]: slots at these positions that are never evicted."""
+        """Mask bool [S, L, H, n] of the slots at these positions that are never evicted."""
         if self.of == "answer":
             return pos >= view.prompt_tokens[:, None, None, None]
         first = self.first_held(view)
@@ -142,9 +149,11 @@ class Protection:
 
 
 def seen_share(view: DecodeView, budget: Budget, protection: Protection, lookahead: int = 0) -> Tensor:
-    """int64 [S, L, H]: slots per list of a budget that is a share of all tokens seen, with the incoming token and
-    `lookahead` more among them, in proportion to the prompt's plan. Their mean keeps to the share; slots that protected
-    first tokens took of a prompt beyond it do not grow."""
+    """Slots per list, int64 [S, L, H], of a budget that is a share of all tokens seen.
+
+    The incoming token and `lookahead` more are among them, in proportion to the prompt's plan. Their mean keeps to the
+    share; slots that protected first tokens took of a prompt beyond it do not grow.
+    """
 
     def allowed(tokens: Tensor) -> Tensor:
         return (tokens.double() * budget.value + 1e-9).long().clamp(min=1)  # as `Budget.tokens` does
@@ -164,8 +173,9 @@ def displace_lightest(
     grows: bool = True,
     over_layer: bool = False,
 ) -> DecodePlan:
-    """Keeps lists to what they may hold, token by token: the lightest one makes room for the incoming one in each list
-    that is full. Nothing is read back from a device.
+    """Evicts token by token: in each full list the slot with the lowest score takes the incoming token.
+
+    Nothing is read back from a device.
 
     Args:
         view: The view.

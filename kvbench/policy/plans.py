@@ -31,8 +31,10 @@ class PrefillPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Extreme:
-    """Per list, the slot that a reduction picked: `value` fp32, `slot` int64 (-1 when no slot was eligible), `pos`
-    int64; all [S, L, H]."""
+    """Slot of each list picked by a reduction, [S, L, H].
+
+    `value` is fp32, `slot` int64 (-1: none eligible), `pos` int64.
+    """
 
     value: Tensor
     slot: Tensor
@@ -40,14 +42,16 @@ class Extreme:
 
     @cached_property
     def exists(self) -> Tensor:
-        """bool [S, L, H]: an eligible slot existed."""
+        """Mask bool [S, L, H] of the lists with an eligible slot."""
         return self.slot >= 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlotArrays:
-    """Padded per-slot fields of one tier: `score` fp32, `pos` int64 and `valid` bool, all [S, L, H, n]; `extra` has the
-    further numbers of a statistic by name, where it measured the slots."""
+    """Padded per-slot fields of one tier: `score` fp32, `pos` int64 and `valid` bool, all [S, L, H, n].
+
+    `extra` has the further numbers of a statistic by name, where it measured the slots.
+    """
 
     score: Tensor
     pos: Tensor

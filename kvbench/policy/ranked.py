@@ -35,7 +35,9 @@ Steps = Annotated[int, Whole(0, MAX_TOKENS, unit="steps")]
 
 @dataclass(kw_only=True)
 class Ranked(ByLayer):
-    """A method that keeps the tokens of a prompt with the highest scores. Of a prompt longer than the budget,
+    """Base of methods that keep the tokens of a prompt with the highest scores.
+
+    Of a prompt longer than the budget,
 
         first, last = always(budget)                    # tokens at the ends stay
         score = ranking(view)[..., first:-last]         # the others compete: by default with what `rank_by` declared
@@ -47,18 +49,18 @@ class Ranked(ByLayer):
     A budget such as `50%seen` is a share of all tokens seen, the prompt's and the answer's so far, and is kept to at
     every step: once a list holds its share of it, which is in proportion to what the prompt's plan gave it, the
     lightest token makes room for the incoming one. Scores of attention are summed on over the steps, as with
-    `decode_every`. What is measured on the held tokens is measured anew before each step, or before every
+    `decode_every`. Scores measured on the held tokens are measured anew before each step, or before every
     `decode_every` steps with room for as many tokens. Where a score is of the prompt alone, its tokens go first, and
     then the oldest of the answer. Where that is above its share, a list keeps its window (the incoming token counted),
-    or what is protected and the tokens that come in before the next eviction, one of them at least beside another.
+    or what is protected and the tokens that come in before the next eviction, at least one of them besides another.
 
     A subclass says by what it ranks: its `declare` calls `super().declare()` and then `self.rank_by(ScoreSpec(...))`.
     It defines `always` where some tokens stay whatever their score is, and `ranking` where it does not rank by the
-    score as it is. Its parts are `shares` (who shares the budget), `protection` (what no eviction takes) and `stages`
-    (the second criterion of a value-aware choice).
+    plain score. Its parts are `shares` (which lists share the budget), `protection` (what no eviction takes) and
+    `stages` (the second criterion of a value-aware choice).
 
     Args:
-        budget: What stays of the prompt: ratio, tokens per head, or bytes; or of all tokens seen (`50%seen`); the mean
+        budget: Tokens kept of the prompt: ratio, tokens per head, or bytes; or of all tokens seen (`50%seen`); the mean
             where lists share it unequally; null = `threshold` decides.
         tier: Precision of what is kept.
         allocation: `uniform`: every head of every layer keeps as much. `pyramid`: lower layers keep more, as PyramidKV.
@@ -66,7 +68,7 @@ class Ranked(ByLayer):
             both. `global`: as `ada`, over all layers and heads. `table`: in proportion to `table`. `preference`: in
             proportion to what the method finds a prompt's layers to be worth, where it does (`cake`).
         alpha: Share of a head's budget that `ada`, `global` and `table` do not touch, in [0, 1].
-        beta: Steepness of a pyramid: the last layer keeps base / beta beside what always stays; >= 1.
+        beta: Steepness of a pyramid: the last layer keeps base / beta and what always stays; >= 1.
         table: Weights for `allocation=table`, >= 0, one per layer and KV head: a path, or a list of lists.
         chunk: Rank chunks of so many consecutive tokens by their mean: they stay or go together, except one per head
             that `cut_chunk` is about. 1 = single tokens.
@@ -74,10 +76,10 @@ class Ranked(ByLayer):
             goes, and up to `chunk` - 1 tokens per head stay unspent.
         value_aware: Let the score choose half of a head's tokens, and the score times the norm of the projected value
             the others, as CriticalKV.
-        protect: What is never evicted beside what the method itself keeps: `none`; the first `protect_tokens`
-            (`sinks`); the `instruction` that stands before the user's text in a chat; the whole `prompt`, so that only
-            the answer is compressed, as it is written, and the budget is of the answer (in bytes, of both); the
-            `answer`, so that only tokens of the prompt go.
+        protect: Tokens that are never evicted, in addition to those that the method keeps: `none`; the first
+            `protect_tokens` (`sinks`); the `instruction` that stands before the user's text in a chat; the whole
+            `prompt`, so that only the answer is compressed, during decoding, and the budget is of the answer (in
+            bytes, of both); the `answer`, so that only tokens of the prompt go.
         protect_tokens: First tokens that `protect=sinks` keeps; >= 1.
         threshold: Keep the tokens whose score is at least this, however many they are, in place of a budget. A sum over
             queries counts per query. null = the budget decides.
@@ -112,7 +114,7 @@ class Ranked(ByLayer):
             )
         # The numbers of a table, so that a run's identity does not hang on a path.
         self.table = self._table = None if self.table is None else read_table(self.table)
-        # A threshold has no budget, and what asks for one is told that everything fits.
+        # A threshold has no budget; readers of one get a number in which everything fits.
         self.limit = self._budget = Budget.parse(1.0 if self.budget is None else self.budget)
         self.tiers = (Tier.parse(self.tier),)
         self.spread()
@@ -166,8 +168,11 @@ class Ranked(ByLayer):
         self.score = replace(spec, statistic=WithValueNorms(spec.statistic)) if self.value_aware else spec
 
     def score_by(self, statistic: Statistic, *, slot_queries: int = 0, **how: Any) -> None:
-        """Declares a score that is measured again before every eviction: its statistic measures a prompt, and the slots
-        held where that is evicted from later, with the last `slot_queries`; `how` are fields of the ScoreSpec."""
+        """Declares a score that is measured again before every eviction.
+
+        Its statistic measures a prompt and, at a later eviction, the slots held, with the last `slot_queries`; `how`
+        are fields of the ScoreSpec.
+        """
         later: dict[str, Any] = {"slot_queries": slot_queries, "track": ("pos",)} if self.evicts_later else {}
         self.rank_by(ScoreSpec(statistic=statistic, **later, **how))
 
@@ -180,11 +185,13 @@ class Ranked(ByLayer):
         super().check_model(num_layers, num_kv_heads)
         self.shares.check_model(num_layers, num_kv_heads)
 
-    # What a subclass may say.
+    # Hooks of subclasses.
 
     def always(self, budget: int) -> tuple[int, int]:
-        """Numbers of first and last tokens of a prompt that stay whatever their score; first ones take precedence where
-        the budget is too small for all. Default: none."""
+        """Numbers of first and last tokens of a prompt that stay whatever their score.
+
+        First ones take precedence where the budget is too small for all. Default: none.
+        """
         return 0, 0
 
     def last_tokens(self) -> int:
@@ -192,16 +199,18 @@ class Ranked(ByLayer):
         return self.always(MAX_TOKENS)[1]
 
     def ranking(self, view: PrefillView) -> Tensor:
-        """fp32 [V, H, N] what the tokens of a prompt are ranked by. Default: the score."""
+        """Values fp32 [V, H, N] by which the tokens of a prompt are ranked. Default: the score."""
         return view.score
 
     def layer_weights(self, view: PrefillView) -> Tensor:
-        """fp64 [L], >= 0: worth of each layer of a prompt, for `allocation=preference`; the view has them all."""
+        """Weight of each layer of a prompt, fp64 [L], >= 0, for `allocation=preference`; the view has them all."""
         raise NotImplementedError(f"{type(self).__name__} does not define layer_weights")
 
     def prompt_budget(self, view: PrefillView) -> int:
-        """Tokens per list that stay of a prompt, the mean where lists share them. Default: the budget, and what is
-        protected where that is more."""
+        """Tokens per list that stay of a prompt, the mean where lists share them.
+
+        Default: the budget, and what is protected where that is more.
+        """
         first = self.protection.first(view.instruction_tokens)
         return max(view.budget_tokens(self._budget), min(first, view.num_tokens))
 
@@ -211,7 +220,7 @@ class Ranked(ByLayer):
 
     @property
     def evicts_later(self) -> bool:
-        """True if held tokens are ranked again behind the prompt. Valid once `Ranked.declare` has read the budget."""
+        """True if held tokens are ranked again after the prompt. Valid once `Ranked.declare` has read the budget."""
         return bool(self.decode_every) or self._budget.of_seen
 
     @property
@@ -220,8 +229,10 @@ class Ranked(ByLayer):
 
     @property
     def no_eviction(self) -> str:
-        """Settings that make the method evict while decoding, for messages; empty = it does. Read before `declare` has
-        ended."""
+        """Settings that make the method evict while decoding, for messages; empty = it does.
+
+        Read before `declare` has ended.
+        """
         settable = type(self).__dataclass_fields__["decode_every"].init
         remedy = "set decode_every" if settable else "the method decides about prompts alone, so set protect=none"
         return "" if self.decode_every else remedy
@@ -239,7 +250,7 @@ class Ranked(ByLayer):
         return PrefillPlan(tier_of=tier_of)
 
     def _stays(self, view: PrefillView, budget: int) -> Tensor:
-        """bool [V, H, N]: which tokens of a prompt longer than the budget stay."""
+        """Mask bool [V, H, N] of the tokens of a prompt longer than the budget that stay."""
         first, last = self._ends(budget, view.instruction_tokens)
         first = min(first, budget)
         last = min(last, budget - first)
@@ -259,14 +270,14 @@ class Ranked(ByLayer):
         return keep
 
     def _scores(self, view: PrefillView, free: slice) -> Tensor:
-        """fp32 [V, H, n] what tokens are ranked by, chunks made; the smallest number of those that are gone."""
+        """Values fp32 [V, H, n] by which tokens are ranked, chunks merged; the smallest number for dropped ones."""
         score = self.ranking(view)[..., free]
         if self.chunk > 1:
             score = chunk_means(score, _held(view, free), self.chunk)
         return score if view.held is None else score.masked_fill(~view.held[..., free], GONE)
 
     def _reaches(self, view: PrefillView, threshold: float) -> Tensor:
-        """bool [V, H, N]: tokens whose score reaches the threshold, those that always stay, and each list's best."""
+        """Mask bool [V, H, N] of tokens that reach the threshold or always stay, and of each list's best."""
         first, last = self._ends(view.num_tokens, view.instruction_tokens)
         position = torch.arange(view.num_tokens, device=view.layers.device)
         stays = (position < first) | (position >= view.num_tokens - last)
@@ -291,20 +302,24 @@ class Ranked(ByLayer):
         return self.keep_up(view, self.last_tokens()) if self.acts_in_decode else DecodePlan()
 
     def keep_up(self, view: DecodeView, window: int | Tensor, over_layer: bool = False) -> DecodePlan:
-        """The lightest token of each list that holds its share of all tokens seen makes room for the incoming one; the
-        last `window` stay, the incoming one counted. `over_layer` decides once per layer."""
+        """Evicts the token with the lowest score of each list at its share of all tokens seen, for the incoming one.
+
+        The last `window` stay, the incoming one counted. `over_layer` decides once per layer.
+        """
         grows = self.score.decode_update or self.score.statistic.answers("of_token")
         target = self._seen_target(view, window)
         return displace_lightest(view, target, window, self._first_held(view), grows=grows, over_layer=over_layer)
 
     def _first_held(self, view: DecodeView) -> int | Tensor:
-        """First tokens that stay, of a prompt and behind it: int64 [S] where sequences differ, else one number."""
+        """First tokens that stay, of a prompt and after it: int64 [S] where sequences differ, else one number."""
         first, protected = self.always(MAX_TOKENS)[0], self.protection.first_held(view)
         return protected.clamp(min=first) if isinstance(protected, Tensor) else max(first, protected)
 
     def _seen_target(self, view: DecodeView, window: int | Tensor, lookahead: int = 0) -> Tensor:
-        """int64 [S, L, H]: tokens that a list may hold with the incoming one and `lookahead` more: its share of all
-        tokens seen, and at least what always stays."""
+        """Tokens that a list may hold with the incoming one and `lookahead` more, int64 [S, L, H].
+
+        Its share of all tokens seen, and at least what always stays.
+        """
         target = seen_share(view, self._budget, self.protection, lookahead)
         for least in (window, self._first_held(view) + 1):
             target = target.clamp(min=least) if isinstance(least, int) else torch.maximum(target, least[:, None, None])
@@ -314,8 +329,10 @@ class Ranked(ByLayer):
         return self.shrink(view)
 
     def shrink(self, view: DecodeView, score: Tensor | None = None) -> CompactPlan:
-        """Bulk eviction of every list down to its share, or to the tokens that reach the threshold; protected tokens
-        stay."""
+        """Evicts every list in bulk down to its share, or to the tokens that reach the threshold.
+
+        Protected tokens stay.
+        """
         slots, window = view.slots(0), self.last_tokens()
         stays = self.protection.slots(view, slots.pos) & slots.valid
         if self._budget.of_seen:
@@ -332,8 +349,7 @@ class Ranked(ByLayer):
         return CompactPlan(keep=[(ranked >= self.threshold) | stays | best])
 
     def _share(self, view: DecodeView) -> Tensor:
-        """int64 [S, L, H]: `prompt_share`; slots that first tokens took beyond the budget do not grow with the
-        sequence."""
+        """`prompt_share`, int64 [S, L, H], in which slots of first tokens beyond the budget do not grow."""
         if not self.protection.is_first:
             return prompt_share(view, self._budget)
         allowed = view.budget_tokens(self._budget)
@@ -357,7 +373,7 @@ class Ranked(ByLayer):
         return num_prompt_tokens + max(1, self.last_tokens() if self.decode_every else 1)
 
     def most_tokens(self, budget: int, num_prompt_tokens: int, num_new_tokens: int) -> int:
-        if self.protect == "answer":  # which stays, while lists that share the budget hold what is theirs beside it
+        if self.protect == "answer":  # which stays in addition to a list's part of a shared budget
             return min(budget, num_prompt_tokens) + num_new_tokens
         return super().most_tokens(budget, num_prompt_tokens, num_new_tokens)
 
@@ -403,7 +419,7 @@ class Ranked(ByLayer):
 
 
 def _held(view: PrefillView, free: slice) -> Tensor:
-    """bool [V, H, n]: tokens that are not gone."""
+    """Mask bool [V, H, n] of the tokens that are still held."""
     held = torch.ones_like(view.filled(0), dtype=torch.bool) if view.held is None else view.held
     return held[..., free]
 

@@ -14,14 +14,17 @@ Count = TypeVar("Count", int, Tensor)
 
 
 def rank_descending(score: Tensor) -> Tensor:
-    """Rank of each element along the last axis: score descending, then position ascending (stable); same shape,
-    int64."""
+    """Rank of each element along the last axis: score descending, then position ascending (stable).
+
+    Same shape, int64.
+    """
     return _inverse(torch.argsort(score, dim=-1, descending=True, stable=True))
 
 
 def largest_remainder(parts: Sequence[Fraction | int], denominator: Fraction | int, total: int) -> list[int]:
-    """Rounds parts[i] / denominator to whole numbers with the given sum: floors first, then +1 by remainder descending,
-    index ascending.
+    """Rounds parts[i] / denominator to whole numbers with the given sum.
+
+    Floors first, then +1 by remainder descending, index ascending.
 
     Args:
         parts: Whole numbers or fractions, so that ties are ties (0.2 is not exact in binary).
@@ -78,8 +81,9 @@ def pyramid_budgets(
 
 
 def share_with_cap(weight: Tensor, total: int, cap: int, at_least: int = 1) -> list[int]:
-    """Whole shares proportional to `weight` [L], none above `cap`; the excess over a cap is shared again among the
-    others.
+    """Integer shares proportional to `weight` [L], none above `cap`.
+
+    The excess over a cap is distributed among the others.
 
     Args:
         weight: fp64 [L], >= 0.
@@ -129,7 +133,7 @@ def keep_blocks(cost: Tensor, held: Tensor, block: int, surplus: Tensor | int) -
     if short := -num_slots % block:
         cost = F.pad(cost, (0, short), value=float("inf"))
     ranked, order = cost.sort(dim=-1, stable=True)
-    # The slot that has to go last, of a list's last block and of the others; behind a list's end all cost infinity.
+    # The slot that has to go last, of a list's last block and of the others; after a list's end all cost infinity.
     last = (held - 1) % block
     price = ranked.gather(-1, last[..., None] + torch.arange(0, cost.shape[-1], block, device=cost.device))
     limit = surplus[..., None, None] if isinstance(surplus, Tensor) else surplus
@@ -146,20 +150,23 @@ def chunk_means(score: Tensor, held: Tensor, chunk: int) -> Tensor:
 
 
 def whole_chunks(chosen: Tensor, held: Tensor, chunk: int, may_be_none: bool) -> Tensor:
-    """Chosen tokens, bool [V, H, n], without those of chunks of which not all that are held are; a list that would be
-    empty keeps its part of a chunk unless it `may_be_none`."""
+    """Chosen tokens, bool [V, H, n], without incomplete chunks.
+
+    A chunk is complete if all its held tokens are chosen; a list that would be empty keeps its part of a chunk unless
+    it `may_be_none`.
+    """
     is_whole = _per_chunk((chosen & held).long(), chunk) == _per_chunk(held.long(), chunk)
     whole = chosen & is_whole[..., _chunk_of(chosen, chunk)]
     return whole if may_be_none else torch.where(whole.any(-1, keepdim=True), whole, chosen)
 
 
 def _chunk_of(tokens: Tensor, chunk: int) -> Tensor:
-    """Of tokens [.., n] the chunk of each, int64 [n]."""
+    """Chunk of each of tokens [.., n], int64 [n]."""
     return torch.arange(tokens.shape[-1], device=tokens.device) // chunk
 
 
 def _per_chunk(x: Tensor, chunk: int) -> Tensor:
-    """x [.., n], summed over chunks."""
+    """Sum `x` [.., n] over chunks."""
     return x.new_zeros(*x.shape[:-1], num_blocks(x.shape[-1], chunk)).index_add_(-1, _chunk_of(x, chunk), x)
 
 
@@ -176,7 +183,7 @@ class TwoStages:
     epsilon: float = 1e-4
 
     def choose(self, score: Tensor, norm: Tensor, held: Tensor, counts: Tensor) -> Tensor:
-        """bool [V, H, n]: the `counts` tokens of each list; scores below 0 count from the smallest."""
+        """Mask bool [V, H, n] of the `counts` tokens of each list; scores below 0 count from the smallest."""
         score = score - score.masked_fill(~held, float("inf")).amin(-1, keepdim=True).clamp(max=0)
         first = rank_descending(score) < (counts * self.first).long()
         worth = ((score + self.epsilon) * norm).masked_fill(~held, float("-inf"))

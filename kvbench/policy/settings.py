@@ -1,5 +1,7 @@
-"""Rules of the settings that many methods have, what of them depends on the model, and which methods can drop tokens of
-a prompt before all of it was read."""
+"""Rules of settings that many methods have, and their dependence on the model.
+
+Also the methods that can drop tokens of a prompt before all of it was read.
+"""
 
 from dataclasses import dataclass
 from typing import Annotated

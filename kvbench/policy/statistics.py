@@ -43,7 +43,7 @@ class Replay:
 
     Args:
         first, end: The pass repeated the prompt's tokens from `first` up to `end`.
-        q: [Hq, m, D] queries of the pass's own tokens, which stand behind the whole prompt, with rotary positions.
+        q: [Hq, m, D] queries of the pass's own tokens, which stand after the whole prompt, with rotary positions.
         k: [H, m, D] their keys.
     """
 
@@ -60,7 +60,7 @@ class LayerTensors(ABC):
     different numbers of slots come in separate calls, so that no entry here is padding.
 
     Attributes:
-        layer: Which layer it is.
+        layer: Index of the layer.
         k, v: [H, n, D] keys, with their rotary positions, and values.
         pos: int64 [H, n] positions, ascending.
         tokens_seen: Tokens so far, which is also the position of the next one.
@@ -83,9 +83,12 @@ class LayerTensors(ABC):
 
     @property
     def q(self) -> Tensor:
-        """The last queries [Hq, w, D], with their rotary positions `q_pos`: of a prompt those that the ScoreSpec's
-        `prefill_queries` counts, at a bulk eviction its `slot_queries` (multiplied by the model's factor on logits, so
-        that `scale` is 1); fewer where fewer were seen. Query heads of one KV head follow one another."""
+        """Last queries [Hq, w, D], with their rotary positions `q_pos`.
+
+        Of a prompt those that the ScoreSpec's `prefill_queries` counts, at a bulk eviction its `slot_queries`
+        (multiplied by the model's factor on logits, so that `scale` is 1); fewer where fewer were seen. Query heads of
+        one KV head are consecutive.
+        """
         return self._require(
             self._q,
             "queries",
@@ -94,7 +97,7 @@ class LayerTensors(ABC):
 
     @property
     def q_pos(self) -> Tensor:
-        """int64 [w] positions of the queries."""
+        """Positions of the queries, int64 [w]."""
         return torch.arange(self.tokens_seen - self.q.shape[1], self.tokens_seen, device=self.k.device)
 
     @property
@@ -118,33 +121,38 @@ class LayerTensors(ABC):
 
     @property
     def replays(self) -> tuple[Replay, ...]:
-        """The passes that the ScoreSpec's `probe` asked for, in the order of what they repeat; of a prompt only."""
+        """Passes of the ScoreSpec's `probe`, in the order of what they repeat; of a prompt only."""
         remedy = "set probe of the ScoreSpec, add 'replays' to its needs, and use them in of_prompt"
         self._require(self._replays[0].k if self._replays else None, "second pass over the prompt", remedy)
         return self._replays
 
     @abstractmethod
     def attention(self) -> Tensor:
-        """fp32 [H, n]: the attention that each key receives from the queries, as the ScoreSpec says (power, reduction
-        over queries, pool, group). For a prompt this is the backend's own operation."""
+        """Attention fp32 [H, n] that each key receives from the queries, reduced as the ScoreSpec says.
+
+        (Power, reduction over queries, pool, group.) For a prompt this is the backend's operation.
+        """
 
     @abstractmethod
     def low_counts(self) -> Tensor:
-        """fp32 [H, n]: minus the queries that attend to a key with less than 1 / (keys they see); of a prompt only."""
+        """Minus the count of queries with less than 1 / (keys they see) on a key, fp32 [H, n]; of a prompt only."""
 
     @abstractmethod
     def rotated(self, x: Tensor, position: Tensor) -> Tensor:
-        """x [..., D] with rotary positions put on (negative ones take them off), fp32; `position` broadcasts against
-        x[..., 0]. For statistics that declare `before_rope`."""
+        """Applies rotary positions to vectors `x` [..., D] (negative ones undo them), fp32.
+
+        `position` broadcasts against x[..., 0]. For statistics that declare `before_rope`.
+        """
 
     @abstractmethod
     def of_these_heads(self, x: Tensor) -> Tensor:
-        """Of x [all query heads of the layer, ...], such as a table of a method's own, the rows of the query heads of
-        these KV heads."""
+        """Rows of the query heads of these KV heads, of `x` [all query heads of the layer, ...].
+
+        `x` is a table of the method, for example.
+        """
 
     def logits(self, which: slice | Tensor = slice(None)) -> Tensor:
-        """Attention logits fp32 [Hq, w, n] of `q`, or some of its queries, with minus infinity for keys after their
-        query."""
+        """Attention logits fp32 [Hq, w, n] of `q`, or some of its queries; minus infinity for later keys."""
         group, q_pos = self.q.shape[0] // self.k.shape[0], self.q_pos[which]
         keys, pos = (x.repeat_interleave(group, 0) for x in (self.k.float(), self.pos))
         logits = self.capped(torch.einsum("hid,hjd->hij", self.q[:, which].float() * self.scale, keys))
@@ -157,8 +165,7 @@ class LayerTensors(ABC):
         return self.softmax(logits).masked_fill(blind.repeat_interleave(len(logits) // len(blind), 0), 0.0)
 
     def capped(self, products: Tensor) -> Tensor:
-        """Logits, of products of queries and keys that have the factor in them: some models cap them. Before keys are
-        masked."""
+        """Logits from scaled products of queries and keys, with the cap of models that have one; before masking."""
         return products
 
     def softmax(self, logits: Tensor) -> Tensor:
@@ -166,7 +173,7 @@ class LayerTensors(ABC):
         return logits.softmax(-1)
 
     def grouped(self, x: Tensor) -> Tensor:
-        """x [Hq, ...] as [H, Hq / H, ...]."""
+        """Reshape `x` [Hq, ...] to [H, Hq / H, ...]."""
         return x.unflatten(0, (self.k.shape[0], -1))
 
     def _require(self, tensor: Tensor | None, what: str, remedy: str) -> Tensor:
@@ -179,24 +186,24 @@ class LayerTensors(ABC):
 class Statistic(ABC):
     """Numbers per KV head and token; the first of them is the score.
 
-    A subclass is decorated with `@dataclass(frozen=True)`. It answers for a prompt, and where it can for more:
-    `of_slots` is asked at every bulk eviction, and its answer is what the policy finds in `DecodeView.slots`;
-    `of_token` is asked when a token is written, and its answer is stored where the ScoreSpec tracks `score`;
-    `of_channels` is asked beside `of_prompt`, and its answer orders the channels of keys (`PrefillPlan.channels`).
+    A subclass is decorated with `@dataclass(frozen=True)`. It scores a prompt, and optionally more: `of_slots` is
+    called at every bulk eviction, and the policy gets its result in `DecodeView.slots`; `of_token` is called when a
+    token is written, and its result is stored where the ScoreSpec tracks `score`; `of_channels` is called with
+    `of_prompt`, and its result orders the channels of keys (`PrefillPlan.channels`).
 
     Attributes:
-        needs: What it looks at beside queries, keys and values: `before_rope` rotary positions taken off or put on,
+        needs: Inputs other than queries, keys and values: `before_rope` rotary positions taken off or put on,
             `output_projection`, `hidden_states`, `attention_call` of the model itself, `replays` what the ScoreSpec's
             probe gives.
-        also: Names of further numbers that it gives beside the score; a policy finds them under `extra`.
+        also: Names of further numbers that it returns with the score; a policy finds them under `extra`.
         by_queries: It says something only where queries count.
         in_chunks: `of_prompt` answers, too, for what is held of the beginning of a prompt that is read in chunks: its
             positions have gaps, and differ from head to head; `q` are queries of the newest chunk, and `attention` of
             all queries adds to what earlier ones gave. Otherwise such prompts are refused.
         extremes: Where its numbers and not their order decide what is held: the smallest and the largest one, for
             projections of bytes without data.
-        requires: What fields of its ScoreSpec have to be, where it does not go with everything.
-        words: What it is, for docs/reference/methods.md.
+        requires: Required values of fields of its ScoreSpec, where it does not support all.
+        words: Description for docs/reference/methods.md.
     """
 
     needs: ClassVar[frozenset[Need]] = frozenset()
@@ -209,15 +216,17 @@ class Statistic(ABC):
 
     @abstractmethod
     def of_prompt(self, seen: LayerTensors) -> Tensor:
-        """fp32 [H, n], or with names in `also` [1 + len(also), H, n]; finite where the tensors are."""
+        """Score fp32 [H, n], or with names in `also` [1 + len(also), H, n]; finite where the tensors are."""
 
     def of_slots(self, seen: LayerTensors) -> Tensor:
         """Numbers of the slots of pages."""
         raise NotImplementedError(f"{type(self).__name__} does not define of_slots")
 
     def of_token(self, k: Tensor, v: Tensor) -> Tensor:
-        """fp32 [...]: the score of tokens as they are written, from keys and values [..., D]. What says anything here
-        must not depend on rotary positions, which are off where a method stores keys without them."""
+        """Scores fp32 [...] of tokens as they are written, from keys and values [..., D].
+
+        They must not depend on rotary positions, which are absent where a method stores keys without them.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not define of_token")
 
     def of_step(self, probability: Tensor, num_keys: Tensor, step: Tensor) -> Tensor:
@@ -226,12 +235,12 @@ class Statistic(ABC):
         Args:
             probability: fp32 [S, H, n], the group reduced.
             num_keys: int64 [S, H, 1] keys that the step's queries saw.
-            step: int64 [S, 1, 1] tokens behind the prompt before this one.
+            step: int64 [S, 1, 1] tokens after the prompt before this one.
         """
         return probability
 
     def of_channels(self, seen: LayerTensors) -> Tensor:
-        """fp32 [H, D]: worth of each channel of the keys of a prompt; plans get it as `view.channels`."""
+        """Worth of each channel of the keys of a prompt, fp32 [H, D]; plans get it as `view.channels`."""
         raise NotImplementedError(f"{type(self).__name__} does not define of_channels")
 
     def answers(self, what: Answer) -> bool:
@@ -289,8 +298,9 @@ class KeyNorms(Statistic):
 
 @dataclass(frozen=True)
 class WithValueNorms(Statistic):
-    """Another statistic, and beside its numbers, as `norm`, the L1 norm of the value times the output projection, the
-    mean over the query heads of a KV head.
+    """Another statistic with, as `norm`, the L1 norm of each value times the output projection.
+
+    The norm is the mean over the query heads of a KV head.
 
     Args:
         ranks: The other one, which alone is the score.
@@ -310,7 +320,7 @@ class WithValueNorms(Statistic):
             ("requires", inner.requires),
             ("words", f"{inner.words}, then times the L1 norm of the projected value".removeprefix(", ")),
         ):
-            object.__setattr__(self, name, value)  # what other classes know of themselves, it has from an object
+            object.__setattr__(self, name, value)  # class facts of others are an instance's here
 
     def of_prompt(self, seen: LayerTensors) -> Tensor:
         return self._with_norms(self.ranks.of_prompt(seen), seen)
@@ -335,7 +345,7 @@ class WithValueNorms(Statistic):
         return torch.cat([score.view(-1, *shape), self._norm(seen)[None]])
 
     def _norm(self, seen: LayerTensors) -> Tensor:
-        """fp32 [H, n], one query head at a time: a head's projected values are as wide as the model."""
+        """Norm fp32 [H, n], one query head at a time: a head's projected values are as wide as the model."""
         total = torch.zeros(seen.v.shape[:2], device=seen.v.device)
         weights = seen.grouped(seen.output_projection)
         for member in range(weights.shape[1]):

@@ -42,8 +42,9 @@ class Stepwise(Ranked):
         return self.make_room(view)
 
     def make_room(self, view: DecodeView, over_layer: bool = False) -> DecodePlan:
-        """The lightest token of each full list makes room; protected ones stay. With a threshold it goes once its
-        score, per query that counted, is below it, however full the list is.
+        """Evicts the token with the lowest score of each full list; protected ones stay.
+
+        With a threshold a token goes once its score, per query that counted, is below it, however full the list is.
 
         Args:
             view: The view.
@@ -75,8 +76,10 @@ class Stepwise(Ranked):
         return DecodePlan(slot=torch.where(goes, lightest.slot, APPEND))
 
     def _allowed(self, view: DecodeView) -> Tensor:
-        """int64 [S]: tokens that a list may hold, of the answer where the prompt is protected, and of the prompt's
-        length where a threshold decides."""
+        """Tokens that a list may hold, int64 [S].
+
+        Of the answer where the prompt is protected, of the prompt's length where a threshold decides.
+        """
         if self.threshold is not None:
             return view.prompt_tokens
         if self.protect == "prompt":

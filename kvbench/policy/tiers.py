@@ -39,24 +39,24 @@ class Tier:
 
     Args:
         k_bits: Bits per key element: 1, 2, 3, 4, 5, 8 are codes with scale and zero, 16 is fp16 (bf16 for bf16 models).
-        v_bits: Bits per value element, likewise.
+        v_bits: Bits per value element; see `k_bits`.
         k_axis: `token`: one scale per token vector (or part of it). `channel`: one scale per channel over `k_group`
             consecutive slots; such slots are immutable, so they can be neither evicted nor demoted one by one.
         k_group: Axis `token`: channels per scale, 0 = the whole vector. Axis `channel`: tokens per scale, > 0.
         v_group: Channels per value scale, 0 = the whole vector.
         k_splits: Number of equal groups a key vector is cut into when `k_group` is 0.
-        v_splits: Likewise for values.
+        v_splits: As `k_splits`, for values.
         symmetric: Codes are centred on zero and no zero point is stored.
         fp8: 8-bit sides are e4m3 floats without scale instead of integer codes.
-        k_code: What key codes stand for: empty = integers, as said above; `e4m3_scaled`: e4m3 floats with one scale;
+        k_code: Kind of key codes: empty = integers, as said above; `e4m3_scaled`: e4m3 floats with one scale;
             `e5m2`: floats without a scale; `lloyd`: the best levels for a normal distribution, with one norm; `nvfp4`,
             `nvfp4_4over6`, `mxfp4`, `mxfp4_up`: e2m1 floats in blocks; a type of llama.cpp (`q8_0`, ..); `zero_point`:
             integers with a whole zero point;
             `book`: levels of a calibrated table, with scale and zero; `book_channels`: with scales that belong to a
             channel for good (`CodeBooks`).
-        v_code: Likewise for values.
+        v_code: As `k_code`, for values.
         k_apart: Of `book_channels` keys: elements of each vector whose rest is kept apart, in 16 bits and a byte.
-        v_apart: Likewise of `book` values.
+        v_apart: As `k_apart`, for `book` values.
         rotated: The channels are rotated before they are coded, and back on the way out: of `none`, `keys`, or `both`
             keys and values; `llama.cpp`: of what is coded, as it does. The store rotates all tiers of a method alike.
         k_kept: Share of the key channels that is stored, in (0, 1]: the first of the order that the plan of a prompt
@@ -124,12 +124,14 @@ class Tier:
         return max(1, math.ceil(self.k_kept * head_dim - 1e-9))
 
     def split_by_bits(self, splits: dict[int, int]) -> "Tier":
-        """This tier with each side's vectors cut into `splits[bits]` groups; sides of other bits stay whole."""
+        """Copy with each side's vectors cut into `splits[bits]` groups; sides of other bits stay whole."""
         return replace(self, k_splits=splits.get(self.k_bits, 1), v_splits=splits.get(self.v_bits, 1))
 
     def per_channel(self, group: int, **more: int) -> "Tier":
-        """This tier with scales of keys per channel over so many tokens, and other fields; formats that define their
-        scales themselves, or have none, stay."""
+        """Copy with key scales per channel over `group` tokens, and other fields.
+
+        Formats that define their scales themselves, or have none, stay unchanged.
+        """
         if self.native or self.fp8 or self.has_form or min(self.k_bits, self.v_bits) == 16:
             return self
         return replace(self, k_axis="channel", k_group=group, **more)  # type: ignore[arg-type]
@@ -180,7 +182,7 @@ def _lloyd(k_bits: int, v_bits: int) -> Tier:
 
 
 def _ggml(keys: str, values: str) -> Tier:
-    """Types of llama.cpp, keys and values apart; `f16` leaves a side as it is."""
+    """Types of llama.cpp, keys and values apart; `f16` leaves a side unquantised."""
     sides: dict[str, Any] = {}
     for side, name in (("k", keys), ("v", values)):
         if name in GGML:

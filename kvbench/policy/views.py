@@ -1,5 +1,7 @@
-"""Views that a policy plans from: copies, so that nothing done with them reaches the cache. Methods import these from
-`kvbench.policy`."""
+"""Views that a policy plans from: copies, so that changes to them do not reach the cache.
+
+Methods import these from `kvbench.policy`.
+"""
 
 from abc import ABC, abstractmethod
 from typing import Any, Literal, Self
@@ -11,30 +13,30 @@ from kvbench.errors import BrokenRule
 from kvbench.policy.budget import Budget
 from kvbench.policy.plans import Extreme, SlotArrays
 
-GONE = torch.finfo(torch.float32).min  # the score of a token of a prompt that an earlier chunk's plan dropped
+GONE = torch.finfo(torch.float32).min  # score of a prompt token that an earlier chunk's plan dropped
 
 
 class View(ABC):
-    """Base of the views of a policy, which gets a copy (`shown`) whose attributes it cannot set."""
+    """Base of the views of a policy, which gets a read-only copy (`shown`)."""
 
     _is_shown = False
     _shown: Any = None
 
     def shown(self) -> Self:
-        """Copy of the view for a policy, whose tensors are shared with nothing."""
+        """Read-only copy of the view for a policy, with tensors of its own; made once."""
         if self._shown is None:
             self._shown = self.anew()
         return self._shown
 
     def anew(self) -> Self:
-        """Another such view."""
+        """Another read-only copy."""
         view = object.__new__(type(self))
         vars(view).update(self._copied(), _is_shown=True)
         return view
 
     @abstractmethod
     def _copied(self) -> dict[str, Any]:
-        """The attributes of a view of the same, with tensors of their own."""
+        """Attributes of a copy, with cloned tensors."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if self._is_shown:
@@ -43,23 +45,24 @@ class View(ABC):
 
 
 class PrefillView(View):
-    """View of one prompt, or of as much of it as was read so far (`prefill.chunk`): then some of its tokens are gone,
-    and stay so whatever the plan says of them.
+    """View of one prompt, or of the part read so far (`prefill.chunk`).
+
+    In the second case dropped tokens stay dropped, whatever their tier in the plan.
 
     Args:
-        num_tokens: Prompt length N; of a prompt that is read in chunks, of what was read so far.
+        num_tokens: Prompt length N; in a prompt that is read in chunks, the tokens read so far.
         num_layers: Layers of the model.
         num_kv_heads: KV heads per layer.
         layers: int64 [V], the layers in this view: one for scope `head` and `layer`, all for scope `model`.
-        score: fp32 [V, H, N] exactly as the policy's `ScoreSpec` says, or None where that asks for no statistics of a
-            prompt. Tokens that are gone have `GONE`, the smallest number there is.
+        score: fp32 [V, H, N] as defined by the policy's `ScoreSpec`, or None where that needs no statistics of a
+            prompt. Dropped tokens have `GONE`, the smallest fp32 number.
         token_bytes: Bytes of one slot per tier (codes, metadata and tracked fields), the mean where lists differ.
         extra: The further numbers of the policy's statistic by name, fp32 [V, H, N] each.
         instruction_tokens: First tokens of the prompt that are its instruction; 0 unless `needs_instruction`.
-        byte_tokens: Tokens per KV head that the method's budget in bytes buys; None = slots alone count.
-        prompt_tokens: Tokens of the whole prompt, which budgets are of; None = N.
-        held: bool [V, H, N] tokens that are not gone; None = none is.
-        channels: fp32 [V, H, D] what each key channel is worth, as the policy's statistic says; None where it does not.
+        byte_tokens: Tokens per KV head within the method's budget in bytes; None = computed from slot bytes alone.
+        prompt_tokens: Tokens of the whole prompt, to which budgets refer; None = N.
+        held: bool [V, H, N] mask of tokens that were not dropped; None = all.
+        channels: fp32 [V, H, D] weight of each key channel, from the policy's statistic; None where it measures none.
     """
 
     def __init__(
@@ -96,10 +99,10 @@ class PrefillView(View):
 
     @property
     def score(self) -> Tensor:
-        """The statistics, fp32 [V, H, N].
+        """Score of each token, fp32 [V, H, N].
 
         Raises:
-            ValueError: The policy declares none.
+            ValueError: The policy declares no score.
         """
         if self._score is None:
             raise BrokenRule(
@@ -110,10 +113,10 @@ class PrefillView(View):
 
     @property
     def channels(self) -> Tensor:
-        """Worth of each key channel, fp32 [V, H, D].
+        """Weight of each key channel, fp32 [V, H, D].
 
         Raises:
-            ValueError: The policy's statistic does not say.
+            ValueError: The policy's statistic does not measure channels.
         """
         if self._channels is None:
             raise BrokenRule(
@@ -130,15 +133,15 @@ class PrefillView(View):
         return min(int(budget.tokens(self.prompt_tokens, lists, self.token_bytes[tier])), self.num_tokens)
 
     def filled(self, tier: int) -> Tensor:
-        """An int8 [V, H, N] plan that sends every token to `tier`."""
+        """Plan int8 [V, H, N] that sends every token to `tier`."""
         shape = (len(self.layers), self.num_kv_heads, self.num_tokens)
         return torch.full(shape, tier, dtype=torch.int8, device=self.layers.device)
 
 
 class DecodeView(View):
-    """View before a decode step of all live sequences (S), layers (L) and KV heads (H) together.
+    """View of all live sequences (S), layers (L) and KV heads (H) before a decode step.
 
-    The cache's view implements it. Scores are those of the steps before.
+    Implemented by the cache (`kvbench.cache.view`). Scores are those of earlier steps.
 
     Attributes:
         tokens_seen: int64 [S]: tokens before the incoming one, which is also the incoming token's position.
@@ -158,12 +161,14 @@ class DecodeView(View):
 
     @abstractmethod
     def budget_tokens(self, budget: Budget, tier: int = 0) -> Tensor:
-        """int64 [S]: tokens per KV head that a budget allows each sequence, at least 1; a share of all tokens seen once
-        the incoming one counts."""
+        """Tokens per KV head that a budget allows each sequence, int64 [S], at least 1.
+
+        A share of all tokens seen counts the incoming one.
+        """
 
     @abstractmethod
     def num_slots(self, tier: int) -> Tensor:
-        """int64 [S, L, H]: slots held in a tier."""
+        """Slots held in a tier, int64 [S, L, H]."""
 
     @abstractmethod
     def argmin(
@@ -175,20 +180,20 @@ class DecodeView(View):
         first: int | Tensor = 0,
         over_layer: bool = False,
     ) -> Extreme:
-        """The slot with the smallest value; ties go to the lower position.
+        """Slot with the smallest value in each list; ties go to the lower position.
 
         Args:
-            tier: Which tier to search.
+            tier: Tier to search.
             by: `score` as stored, `mean` = score / queries counted so far, or `pos`.
-            before: int64 [S]: only slots whose position is smaller.
-            first: Only slots whose position is at least this (what is below is protected); int64 [S] or one number.
+            before: int64 [S]; only slots with a smaller position.
+            first: Only slots with at least this position (lower ones are protected); int64 [S] or one number.
             over_layer: Compare the mean over the layer's heads, the same slot for all of them. For methods that decide
                 once per layer, so that slot i holds the same token in every head.
         """
 
     @abstractmethod
     def find(self, tier: int, position: Tensor) -> Extreme:
-        """The slot that holds a position (int64 [S], at most `tokens_seen`); its `value` is the mean score."""
+        """Slot that holds a position (int64 [S], at most `tokens_seen`); its `value` is the mean score."""
 
     @abstractmethod
     def slots(self, tier: int) -> SlotArrays:

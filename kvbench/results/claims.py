@@ -1,5 +1,6 @@
-"""Task -> direction of its metrics, its primary metric and its weights: the facts that decide which of two runs is
-better, held against what a `run.json` claims of them.
+"""Task -> direction of its metrics, its primary metric and its weights.
+
+These facts decide which of two runs is better; the claims of a `run.json` are checked against them.
 
 A record may come from anybody, and one wrong boolean turns every loss into a gain. The classes of the tasks declare the
 same facts (a test compares them); importing those takes readers of results a second.
@@ -53,8 +54,9 @@ def direction(higher_is_better: bool) -> str:
 
 
 def contradiction(task: str, metrics: Mapping[str, tuple[bool, bool]], weighting: str) -> str:
-    """Describe where the claims of a record contradict its task, with both values; empty where none does, and for a
-    task that kvbench does not declare.
+    """Describe where the claims of a record contradict its task, with both values.
+
+    Empty where none does, and for a task that kvbench does not declare.
 
     Args:
         task: Name of the task, as the identity has it.
@@ -80,12 +82,13 @@ def contradiction(task: str, metrics: Mapping[str, tuple[bool, bool]], weighting
 
 
 def unchecked(task: str, metrics: Mapping[str, bool]) -> str:
-    """Note on unchecked claims of a record: those of lm-eval's tasks, which only lm-eval can look up. Empty for other
-    tasks.
+    """Note on unchecked claims of a record: those of lm-eval's tasks, which only lm-eval can look up.
+
+    Empty for other tasks.
 
     Args:
         task: Name of the task.
-        metrics: Metric -> higher is better; `metric,filter` is a metric behind a named filter.
+        metrics: Metric -> higher is better; `metric,filter` is a metric with a named filter.
     """
     if not task.startswith(HARNESS) or not metrics:
         return ""

@@ -88,8 +88,10 @@ def _has_helpers(record: RunRecord) -> bool:
 
 
 def _has_user_module(record: RunRecord) -> bool:
-    """True where a method from outside of kvbench computed it, or shared its process: a full cache has the command of
-    the run that needed it."""
+    """True where a method from outside of kvbench computed it, or shared its process.
+
+    A full cache has the command of the run that needed it.
+    """
     target = str((record.identity.get("method") or {}).get("_target_", ""))
     return not target.startswith("kvbench.methods.") or any(word.startswith("--config-dir") for word in _words(record))
 

@@ -1,5 +1,6 @@
-"""The per-sample journal of a run: append-only JSON lines that survive a kill at any byte, and the lock that guards
-them.
+"""Per-sample journal of a run, and the lock that guards it.
+
+Append-only JSON lines that survive a kill at any byte.
 
 A record is written with one `write` and one `fsync` when its sample ends. Reading tolerates what a crash can leave
 behind: a torn last line is cut off and its sample redone; a record that is there twice counts once. Each line is sealed
@@ -86,7 +87,7 @@ class Journal:
                 self.records[key] = line.record
         if self.damaged > MAX_NAMED:
             warn(f"{self.path}: {self.damaged - MAX_NAMED} more lines dropped; their samples are done again")
-        if dropped and not is_packed:  # the packed file stays as it is
+        if dropped and not is_packed:  # the packed file stays unchanged
             self._move_aside(dropped)
         if repairs or (is_packed and self.records):
             write_atomic(self.path, b"".join(write_line(record, self.run) for record in self.records.values()))

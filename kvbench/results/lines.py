@@ -75,8 +75,8 @@ def copy_lines(path: Path, numbers: Container[int], target: IO[bytes]) -> None:
     """Copy lines of a journal that is not packed, byte for byte however long they are; a torn one gets its line feed.
 
     Args:
-        numbers: Which lines, from 1.
-        target: Where they are written to.
+        numbers: Numbers of the lines, from 1.
+        target: File that they are written to.
 
     Raises:
         OSError: The journal cannot be read, or the target not written.

@@ -1,5 +1,6 @@
-"""The measures: what each number is called, where it lies, its unit, how it is scaled for showing, and which way is
-better. Tables, pictures, comparisons and calibrations all take these from here.
+"""Measures: name, key, unit, scale and better direction of each number.
+
+Tables, pictures, comparisons and calibrations all take these from here.
 """
 
 from collections.abc import Iterable, Mapping

@@ -1,5 +1,7 @@
-"""The provenance of a result: library versions, the state of the source tree, the machine, and a hash of the code that
-made it."""
+"""Provenance of a result.
+
+Library versions, the state of the source tree, the machine, and a hash of the code that made it.
+"""
 
 import importlib.metadata
 import os
@@ -75,8 +77,7 @@ class Machine:
     recorded."""
 
     def differences(self, before: "Machine | None") -> list[str]:
-        """Differences to the machine of before that can change a number, with both values; empty where that is
-        unknown."""
+        """Differences to an earlier machine that can change a number, with both values; empty where unknown."""
         facts = {"device": "device", "host": "system", "num_threads": "threads", "torch_isa": "torch's instructions"}
         facts["modes"] = "modes of libraries"
         pairs = [(text, getattr(before, name, None), getattr(self, name)) for name, text in facts.items()]
@@ -181,8 +182,9 @@ def harness_hash(*backends: str) -> str:
 
 
 def method_files(policy_class: type) -> dict[str, Path]:
-    """List the source files of a method by module: its own, and every other one that it imports or inherits from, at
-    any remove, wherever it lies (`users_files`); none for a class that was typed into an interpreter.
+    """Source files of a method by module; none for a class that was typed into an interpreter.
+
+    Its file, and every other one that it imports or inherits from, at any remove, wherever it is (`users_files`).
 
     The rest of kvbench counts for every method.
     """

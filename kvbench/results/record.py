@@ -45,7 +45,7 @@ class TaskIdentity(typing.TypedDict, total=False):
     """Samples per subset, or `first:n`; None for all."""
 
 
-# The parts of an identity that readers look into; of the others nothing is asked.
+# The parts of an identity that readers look into; the others are not checked.
 IDENTITY: dict[str, typing.Any] = {
     "task": TaskIdentity,
     "code": dict[str, str],
@@ -284,8 +284,7 @@ class RunRecord:
 
     @property
     def contradiction(self) -> str:
-        """Contradictions between its claims (task, metrics) and its identity or the task's declaration; empty without
-        any."""
+        """Contradictions of its claims (task, metrics) with its identity or the task's declaration, or empty."""
         task, method = (
             part_settings if isinstance(part_settings := self.identity.get(part), dict) else {} for part in _SETTINGS
         )

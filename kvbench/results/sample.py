@@ -180,8 +180,10 @@ def prompt_digest(ids: Iterable[int]) -> str:
 def journal_record(
     request: Request, outcome: Outcome, scores: Mapping[str, float], protocol: dict[str, Any], tail: str = ""
 ) -> SampleRecord:
-    """Make the record of a finished sample, with its keys in the order of the file; without scores where it did not end
-    well."""
+    """Make the record of a finished sample, with its keys in the order of the file.
+
+    Without scores where it did not end well.
+    """
     record: SampleRecord = {
         "sample_id": outcome.sample_id,
         "subset": request.subset,
@@ -325,8 +327,11 @@ def _check_range(where: str, value: float | None, most: float = math.inf) -> Non
 
 
 def answer_facts(record: SampleRecord) -> dict[str, float]:
-    """Facts of an answer's tokens, of a conversation's in sum: `tokens`, their number, and `loops`, the share of
-    answers that end in a loop. Empty where there is no answer, or its tokens are not stored."""
+    """Facts of an answer's tokens, of a conversation's in sum.
+
+    `tokens`, their number, and `loops`, the share of answers that end in a loop. Empty where there is no answer, or its
+    tokens are not stored.
+    """
     parts = [*record.get("turns", ()), record]
     if record["finish"] == "none" or not all("token_ids" in each for each in parts):
         return {}

@@ -1,5 +1,6 @@
-"""From journal records to the numbers of `run.json`: means with 95 % intervals, and the paired difference to the full
-cache.
+"""Numbers of `run.json` from journal records.
+
+Means with 95 % intervals, and the paired difference to the full cache.
 
 Everything here is a pure function of the records, so a table can be made again from `samples.jsonl` alone.
 """
@@ -76,9 +77,11 @@ def metrics(
 
 
 def fidelity(records: Sequence[SampleRecord], weighting: Weighting = "subset") -> dict[str, Estimate]:
-    """Teacher-forced measurements over the records that have them, each with its own number of samples; empty when none
-    has. An answer of one token, which the prompt's exact pass predicts, has none, and one that copies the prompt
-    throughout has no `kl_new`."""
+    """Teacher-forced measurements over the records that have them, each with its number of samples.
+
+    Empty when none has. An answer of one token, which the prompt's exact pass predicts, has none, and one that copies
+    the prompt throughout has no `kl_new`.
+    """
     names = dict.fromkeys(name for record in records for name in record.get("fidelity") or ())
     result = {}
     for name in names:
@@ -146,23 +149,29 @@ def flatten(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def for_task(records: Iterable[SampleRecord]) -> list[dict[str, Any]]:
-    """The records as a task's own aggregate may read them: an answer with a score that was not finite did not end well,
-    and its status here is `nan`."""
+    """Records in the form that a task's aggregate may read.
+
+    An answer with a score that was not finite did not end well, and its status here is `nan`.
+    """
     not_finite = {"status": "nan", "scores": {}}
     return [dict(record) | (not_finite if None in record["scores"].values() else {}) for record in records]
 
 
 def means(dicts: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Mean of every number over the dicts; a number that some dict lacks counts as 0 there, as an item of a ledger
-    does."""
+    """Mean of every number over the dicts.
+
+    A number that some dict lacks counts as 0 there, as an item of a ledger does.
+    """
     rows = [flatten(item) for item in dicts if item]
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: sum(row.get(name, 0.0) for row in rows) / len(rows) for name in names}
 
 
 def ledger(records: Sequence[SampleRecord]) -> dict[str, float]:
-    """Bytes per sample, with `resident_ratio`, `peak_ratio` and `one_shot_peak_ratio` to the FP16 full cache, and
-    `full_layers_ratio` of the layers that a method acts on to theirs.
+    """Bytes per sample, with their ratios to the FP16 full cache.
+
+    `resident_ratio`, `peak_ratio` and `one_shot_peak_ratio`, and `full_layers_ratio` of the layers that a method acts
+    on to theirs.
 
     These are sums over sums, because a mean of ratios would favour short prompts; `average_ratio` compares every
     decode step with the FP16 cache of that step and is the mean over samples.

@@ -113,8 +113,9 @@ class Sweep:
 
     @contextmanager
     def job(self, number: int, host: str = "", process: int = 0) -> Iterator[JobRecord]:
-        """Lock a job's folder while it works; changes of the record in the block are saved at its end, also after an
-        error.
+        """Lock a job's folder while it works.
+
+        Changes of the record in the block are saved at its end, also after an error.
 
         Args:
             host, process: Where it works; here, where nothing is said.
@@ -143,8 +144,10 @@ class Sweep:
         return records
 
     def states(self) -> dict[int, State]:
-        """State of every job. `lost`: it was begun and its process is gone without an ending, as after a
-        kill."""
+        """State of every job.
+
+        `lost`: it was begun and its process is gone without an ending, as after a kill.
+        """
         begun = self.jobs()
         numbers = sorted({*range(1, len(self.record().jobs) + 1), *begun})
         return {number: self._state(begun.get(number)) for number in numbers}
@@ -157,8 +160,10 @@ class Sweep:
         return "running" if is_held(self.folder / f"{job.number:04d}") else "lost"
 
     def left_s(self) -> float | None:
-        """Seconds until the last job ends, if those that are left compute for as long as those that had to compute
-        something; None where none of these has ended."""
+        """Seconds until the last job ends, at the mean time of the jobs that computed something.
+
+        None where none of these has ended.
+        """
         ended = [job for job in self.jobs().values() if job.ended and job.num_done]
         open_jobs = sum(state in ("left", "running") for state in self.states().values())
         if not ended:
@@ -176,8 +181,10 @@ def sweeps(results_dir: Path) -> list[Sweep]:
 
 
 def process_sweep(results_dir: Path) -> Sweep:
-    """The last sweep that this process started below a folder; sweeps of other processes and damaged records are
-    skipped."""
+    """Last sweep that this process started below a folder.
+
+    Sweeps of other processes and damaged records are skipped.
+    """
     matching, here = [], _here()
     for one in sweeps(results_dir):
         with suppress(ValueError, OSError):

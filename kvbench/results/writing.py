@@ -26,8 +26,9 @@ class JournalError(KvbenchError, code="write-failed"):
 
 
 def plain(value: Any) -> Json:
-    """Turn nested dicts, lists, tuples, scalars (also numpy's and torch's) and None into strict JSON types:
-    with str keys, and None for NaN and infinity, which JSON lacks.
+    """Turn nested dicts, lists, tuples, scalars (also numpy's and torch's) and None into strict JSON types.
+
+    With str keys, and None for NaN and infinity, which JSON lacks.
 
     Raises:
         TypeError: Any other type; the caller must say how it is to be written.
@@ -56,7 +57,7 @@ def write_record(path: Path, record: Any, read: Callable[[Any], object] | None =
         read: Reads the JSON as the loader of the file does; by its declared types where None.
 
     Raises:
-        RuntimeError: No reader would take it; the file is left as it is.
+        RuntimeError: No reader would accept it; the file is unchanged.
     """
     content = plain(dataclasses.asdict(record))
     try:

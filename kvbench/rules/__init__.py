@@ -1,7 +1,7 @@
 """Rules of settings: type, range and unit, declared once in the field's annotation, in words and in code.
 
 A field says it in its annotation: `window: Annotated[int, Whole(1, unit="tokens")] = 32`. A `bool`, a `Literal`, and an
-`int`, `float` or `str` without more, need no rule of their own. `| None` allows None beside it.
+`int`, `float` or `str` without more, need no rule of their own. `| None` also allows None.
 """
 
 import difflib
@@ -35,7 +35,7 @@ class Rule(ABC):
         """True for a value that is allowed."""
 
     def read(self, value: Any) -> Any:
-        """An allowed value as it counts: values that mean the same are equal then. Default: as it is."""
+        """An allowed value as it counts: values that mean the same are equal then. Default: unchanged."""
         return value
 
     def near(self, value: object) -> str:
@@ -66,7 +66,7 @@ class Whole(Rule):
     Args:
         low: Smallest; None = no limit.
         high: Largest; None = `MAX_TOKENS` for tokens, otherwise no limit.
-        unit: What it counts.
+        unit: Unit of the number.
         multiple_of: It is a multiple of this.
         odd: It is odd.
         also: Further values, for example -1 for all or `auto`.
@@ -107,7 +107,7 @@ class Number(Rule):
     Args:
         low: Smallest; None = no limit.
         high: Largest; None = no limit.
-        unit: What it counts.
+        unit: Unit of the number.
         above: `low` itself is not allowed.
         also: Further values, for example 0 for never.
     """
@@ -143,7 +143,7 @@ class Choice(Rule):
 
     Args:
         options: All there are.
-        unit: What they count.
+        unit: Unit of the numbers.
     """
 
     options: tuple[object, ...]
@@ -168,9 +168,9 @@ class Several(Rule):
     """A list of different values.
 
     Args:
-        item: What each of them may be.
-        alone: What may stand there without a list; None = nothing.
-        least: How many there are at least.
+        item: Rule of each of them.
+        alone: Rule of a value without a list; None = not allowed.
+        least: Least number of them.
         ordered: Their order means something.
     """
 
@@ -285,8 +285,7 @@ class Declared:
         return self.rule.read(value)
 
     def check(self, value: object, prefix: str = "", group: str | None = None) -> None:
-        """Refuses a value that the field may not have with a ValueError that says what is allowed, as
-        `check_settings`."""
+        """Refuse a value that the field may not have; see `check_settings`."""
         if (value is None and self.optional) or self.rule is None:
             return
         try:
@@ -298,7 +297,7 @@ class Declared:
             raise SettingValue(said, setting=f"{prefix if group is None else group}{self.name}") from None
 
 
-_READ: dict[type, Mapping[str, Declared]] = {}  # class -> its settings; every object asks
+_READ: dict[type, Mapping[str, Declared]] = {}  # class -> its settings; looked up by every object
 
 
 def declared(kind: type) -> Mapping[str, Declared]:
@@ -324,9 +323,9 @@ def check_settings(held: object, prefix: str = "", group: str | None = None) -> 
 
     Args:
         held: A dataclass object.
-        prefix: What stands before the names where the user writes them, for example `store.`.
-        group: What stands before the name in the error's `setting`; `prefix` by default. A method's message names a
-            field as Python does, `budget`, its setting as the command line does, `method.budget`.
+        prefix: Prefix of the names on the command line, for example `store.`.
+        group: Prefix of the name in the error's `setting`; `prefix` by default. A method's message names a field as
+            Python does, `budget`, its setting as the command line does, `method.budget`.
 
     Raises:
         SettingValue: Names the first such setting, its value and what is allowed.

@@ -33,7 +33,7 @@ class Unless:
     """Mark of a setting that counts in the identity, unless it is what every run had before there was the setting.
 
     Args:
-        value: What they had.
+        value: Their previous value.
     """
 
     value: object

@@ -18,7 +18,7 @@ from typing import Any
 from kvbench.errors import KvbenchError
 
 # Variables by which MKL, oneDNN and cuBLAS compute otherwise on one machine: with other instructions, in other sums, at
-# another precision. What torch itself chose is asked of torch (`torch_isa`).
+# another precision. torch's own choice is read from torch (`torch_isa`).
 VARIABLES = (
     *("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "MKL_DEBUG_CPU_TYPE", "NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG"),
     *(f"{prefix}_{name}" for prefix in ("ONEDNN", "DNNL") for name in ("MAX_CPU_ISA", "DEFAULT_FPMATH_MODE")),
@@ -76,7 +76,7 @@ def read(quick: bool = False) -> Modes:
     """Every mode by name, with its value; the variables of the environment alone where torch is not loaded.
 
     Args:
-        quick: Leave out the variables, and what only a sum can tell; for what is done at every step.
+        quick: Leave out the variables, and modes that only a sum shows; for checks at every step.
     """
     values: dict[str, object] = {} if quick else {name: os.environ.get(name) for name in VARIABLES}
     if "torch" in sys.modules:
@@ -106,8 +106,9 @@ def changed_since(before: Modes) -> str:
 
 @contextmanager
 def kept(who: str, once: str = "") -> Iterator[None]:
-    """A block of code of the user's own, which leaves every mode as it is; those that it changed are put back. It loads
-    torch, since the code may do so.
+    """Runs a block of the user's code with every global mode restored afterwards.
+
+    It loads torch, since the code may do so.
 
     Args:
         once: Names code that Python runs once, such as a module: it is refused again where the block comes again.

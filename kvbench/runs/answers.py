@@ -142,8 +142,11 @@ def compute_missing(
     done: Container[Key] = (),
     shown: Shown = Progress,
 ) -> "Generator[Request | Step, bool | None]":
-    """Run the engine on answers that no journal has yet, as `record_answers` does; `requests` are whole groups of the
-    run, all by default. Time spent waiting for its turn does not count as the session's."""
+    """Run the engine on answers that no journal has yet, as `record_answers` does.
+
+    `requests` are whole groups of the run, all by default. Time spent waiting for its turn does not count as the
+    session's.
+    """
     task, before = experiment.task, len(journal.records)
     requests = task.requests if requests is None else requests
     force_generated = experiment.config.forces_full_answer and experiment.method == FULL

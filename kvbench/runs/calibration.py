@@ -139,8 +139,7 @@ def said(calibration: Calibration) -> str:
 
 
 def lacks(method: Mapping[str, Any], model: str) -> str:
-    """Note that a method runs with its paper's settings where files exist for other models only; empty where it needs
-    none."""
+    """Note that a method runs with its paper's settings where files exist for other models only; empty otherwise."""
     for _, content in of_method(method.get("_target_")):
         replaced = content["replaces"]
         if all(method.get(key) == replaced[key] for key in replaced):
@@ -151,8 +150,9 @@ def lacks(method: Mapping[str, Any], model: str) -> str:
 
 
 def notes(method: Mapping[str, Any], model: "LoadedModel", policy: "Policy") -> list[str]:
-    """Compare the conditions of a calibration with those of its use: a sentence for each difference that leaves the
-    file usable.
+    """Compare the conditions of a calibration with those of its use.
+
+    Returns a sentence for each difference that leaves the file usable.
 
     Raises:
         ValueError: It was made for another model: thresholds do not carry over.

@@ -20,8 +20,10 @@ _STORE = "store."
 
 
 def read_choice(group: str, text: str, *more: str) -> dict[str, Any]:
-    """Parse a choice of `group` (`method` or `model`) and its settings, without the group's name, from a string such as
-    `kivi bits=2`, with `more` settings in the same form; ValueError for an unknown one."""
+    """Parse a choice of `group` (`method` or `model`) and its settings from a string such as `kivi bits=2`.
+
+    The settings have no group's name; `more` are settings in the same form. Raises ValueError for an unknown one.
+    """
     name, *changes = [*str(text).split(), *more] or [""]
     known = options(group)
     if name not in known:

@@ -141,9 +141,11 @@ def run_one(run_request: RunRequest, parts: Loaders) -> Run:
 
 
 class _Lane:
-    """A run in the rotation. `at` is the index of the prompt that it reads next, infinite while it waits for another
-    run; `step` the decode step that is due before; `ended` its outcome; `number` that of its job, None for a
-    reference."""
+    """A run in the rotation.
+
+    `at` is the index of the prompt that it reads next, infinite while it waits for another run; `step` the pending
+    decode step before it; `ended` its outcome; `number` that of its job, None for a reference.
+    """
 
     def __init__(self, wanted: Wanted, steps: Steps, number: int | None) -> None:
         self.number, self.at = number, -math.inf
@@ -182,7 +184,7 @@ class _Lane:
 
     @property
     def measures_alone(self) -> bool:
-        """No other run can measure its prompts for it."""
+        """True if no other run can measure its prompts for it."""
         from kvbench.engine.prompt_cache import from_queries, how_measured
 
         store = None if self._engine is None or not math.isfinite(self.at) else self._engine.store
@@ -309,8 +311,10 @@ class _CrossRunBatch:
         yield self._progress
 
     def _look_at_memory(self, experiment: Experiment) -> None:
-        """Set the number of concurrent runs, and with `batch_size=auto` of requests of each, so that their caches, each
-        counted as a full one, and the current prompt take half of the free memory."""
+        """Set the number of concurrent runs, and with `batch_size=auto` of requests of each, by free memory.
+
+        Their caches, each counted as a full one, and the current prompt take half of it.
+        """
         from kvbench.kernels import memory
         from kvbench.kernels.bench import machine
 

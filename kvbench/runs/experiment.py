@@ -53,7 +53,7 @@ class Experiment:
         """The same run, with the same hash, forced to the answers of another instead of the gold ones.
 
         Args:
-            records: Of the other run, with their token ids; a sample without an answer is forced to give none.
+            records: Records of the other run, with their token ids; a sample without an answer is forced to give none.
         """
         answers: dict[str, list[Sequence[int]]] = {
             item["sample_id"]: [*(turn["token_ids"] for turn in item.get("turns", ())), item["token_ids"]]
@@ -121,8 +121,10 @@ def prepared(
 def load_task(
     config: RunConfig, model: "LoadedModel", parts: Loaders, limit: int | str | None, task: "TaskSet | None" = None
 ) -> "TaskSet":
-    """Load the task, unless it is at hand, and name in its protocol that prompts are read in chunks, where they are:
-    later tokens then see a compressed past, which is another measurement, for the full cache as well."""
+    """Load the task unless it is passed, and name in its protocol that prompts are read in chunks, if they are.
+
+    Later tokens then see a compressed past, which is another measurement, for the full cache as well.
+    """
     if task is None:
         task = parts.load_task(config.task, model, limit=limit, seed=config.seed, protocol=config.protocol)
     if not task.requests:

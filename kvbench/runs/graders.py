@@ -26,8 +26,9 @@ _PENDING_PER_WORKER = 4
 
 
 class GraderPool:
-    """Thread pool that delivers results in the caller's thread, in the order of submission; without threads, it works
-    in the caller's.
+    """Thread pool that delivers results in the caller's thread, in the order of submission.
+
+    Without threads it works in the caller's.
 
     It is a context: at the end of the block it waits for everything; after an error it delivers finished results and
     waits for nothing. The threads do not keep a process alive.
@@ -41,8 +42,10 @@ class GraderPool:
         self._left = False
 
     def do(self, work: Callable[[], Any], take: Callable[[Any], None]) -> None:
-        """Submit a piece of work; `take` gets its result in the caller's thread, now, in a later call or at the end of
-        the block. Raises errors of `take` or of earlier work."""
+        """Submit a piece of work; `take` gets its result in the caller's thread.
+
+        Now, in a later call or at the end of the block. Raises errors of `take` or of earlier work.
+        """
         if not self.workers:
             take(work())
             return
@@ -83,7 +86,7 @@ class GraderPool:
             if error is None:
                 self.hand_out(len(self._pending))
             else:
-                with suppress(JournalError):  # the first error is the one to tell
+                with suppress(JournalError):  # the first error is the one to raise
                     self.hand_out()
         finally:
             self._left = True

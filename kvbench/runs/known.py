@@ -95,8 +95,10 @@ def keep(digest: str | None, cfg: DictConfig, folder: Path, record: RunRecord) -
 
 
 def digest_of(cfg: DictConfig, method: str) -> str | None:
-    """Digest over everything that can change the run of a command; None where computing it takes long: user code and
-    tasks, models of the hub, shards, trackers, and `resume=false`."""
+    """Digest over everything that can change the run of a command; None where computing it takes long.
+
+    That is for user code and tasks, models of the hub, shards, trackers, and `resume=false`.
+    """
     settings: Any = OmegaConf.to_container(cfg, resolve=True)
     target, model, task = settings["method"].get("_target_"), settings["model"], settings["task"]
     if not (settings["resume"] is True and settings["tracker"] == "none" and settings["shard"] is None):

@@ -100,8 +100,10 @@ def _begin(group: Mapping[str, Any]) -> str:
 
 
 class Loaders:
-    """Loader of the parts of runs, with caches of the last model, the last task and the prompts: a method and its
-    reference, and all jobs of a sweep, share them."""
+    """Loader of the parts of runs, with caches of the last model, the last task and the prompts.
+
+    A method and its reference, and all jobs of a sweep, share them.
+    """
 
     def __init__(self) -> None:
         self._held: dict[str, tuple[str, Any]] = {}  # what -> the settings that decide it, and what they gave
@@ -232,8 +234,10 @@ class Loaders:
     def make_engine(
         self, config: "RunConfig", model: "LoadedModel", policy: "Policy", *, prompts: "PromptCache | None" = None
     ) -> "Engine":
-        """Make the engine of a run, where the method fits the model; it shares the prompt cache of the other engines
-        unless it is given one."""
+        """Make the engine of a run; refuses a method that does not fit the model.
+
+        It shares the prompt cache of the other engines unless one is passed.
+        """
         from kvbench.engine.engine import Engine, grouped
         from kvbench.engine.supported import num_full_layers
         from kvbench.policy import check_sizes

@@ -52,12 +52,12 @@ class Wanted:
 
     @property
     def with_full(self) -> bool:
-        """It is compared with the full cache."""
+        """True if it is compared with the full cache."""
         return self.config.reference == AUTO and self.method != FULL
 
     @property
     def forces_full(self) -> bool:
-        """It is forced to give the full cache's answers."""
+        """True if it is forced to give the full cache's answers."""
         return self.config.forces_full_answer and self.method != FULL
 
 

@@ -16,7 +16,7 @@ from kvbench.runs.experiment import Experiment
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """The command that asked for a run; it changes no answer."""
+    """The command of a run; it changes no answer."""
 
     command: Sequence[str] = ()
     """The words after `python -m kvbench`."""
@@ -53,8 +53,10 @@ def session_of(record: RunRecord, folder: Path, origin: Origin) -> Iterator[Sess
 
 @contextmanager
 def recording_end(record: RunRecord, folder: Path) -> Iterator[None]:
-    """Record in a run's `run.json` the signal or error that ended it. A run that had ended is unchanged, and one that a
-    full disk ended stays `running`."""
+    """Record in a run's `run.json` the signal or error that ended it.
+
+    A run that had ended is unchanged, and one that a full disk ended stays `running`.
+    """
     try:
         yield
     except BaseException as error:

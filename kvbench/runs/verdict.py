@@ -11,8 +11,10 @@ Kept = Mapping[str, Any]
 
 
 def complaint(policy: Policy, record: Mapping[str, Any]) -> str | None:
-    """One line on a sequence that held more or less than its method promises (`Policy.bounds`), by a sample's record
-    (`kept` and `ledger`); None when nothing is wrong, or nothing was counted."""
+    """One line on a sequence that held more or less than its method promises (`Policy.bounds`).
+
+    By a sample's record (`kept` and `ledger`); None when nothing is wrong, or nothing was counted.
+    """
     kept: Kept = record.get("kept", {})
     if (ratio := kept.get("read_ratio", 0.0)) > 1:  # reading the bounds of pages costs bytes too
         return f"attention read {ratio:.3f} of the bytes it holds, which saves nothing"

@@ -12,8 +12,11 @@ Cell = str | int | float | None
 
 
 def csv_bytes(headings: Sequence[str], rows: Iterable[Sequence[Cell]]) -> bytes:
-    """A table as CSV, under our own names of the columns. Numbers are written unrounded, None as nothing. A text is one
-    visible line; one that would be a formula gets an apostrophe in front, the convention of spreadsheets."""
+    """A table as CSV, under kvbench's names of the columns.
+
+    Numbers are written unrounded, None as nothing. A text is one visible line; one that would be a formula gets an
+    apostrophe in front, the convention of spreadsheets.
+    """
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(headings)

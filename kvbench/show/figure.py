@@ -60,8 +60,10 @@ def _quality(axes: "Axes", records: Sequence[RunRecord]) -> list[tuple[str, tupl
 
 
 def _lines(records: Sequence[RunRecord]) -> list[list[RunRecord]]:
-    """The runs of a method that a line may join: those whose settings differ in numbers only. A precision is no step on
-    the way from one budget to the next."""
+    """Runs of a method that a line may join: those whose settings differ in numbers only.
+
+    A precision is no step on the way from one budget to the next.
+    """
     by_words: dict[str, list[RunRecord]] = {}
     for record in records:
         settings = record.identity.get("method", {})
@@ -82,8 +84,10 @@ def _point(record: RunRecord) -> tuple[float, float, float, float] | None:
 
 
 def _bytes(axes: "Axes", records: Sequence[RunRecord]) -> "list[Text]":
-    """The bytes that every method holds, item by item, as shares of an FP16 cache of the same tokens: a bar is as long
-    as the percentage that it is labelled with, right of it and of the line at 100 %; gives these labels."""
+    """Draws the bytes that every method holds, item by item, as shares of an FP16 cache of the same tokens.
+
+    A bar is as long as its percentage, whose label is right of it and of the line at 100 %; returns these labels.
+    """
     from matplotlib.patches import Patch
 
     shown: dict[str, dict[str, Any]] = {}

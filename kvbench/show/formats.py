@@ -38,7 +38,7 @@ def _line(words: str) -> str:
 
 
 def text(table: Sheet, width: int) -> str:
-    """For a terminal: columns that do not fit go on below, under the same first column; a star for bold."""
+    """Text for a terminal: columns that do not fit continue below, under the same first column; a star for bold."""
     words = table.cells(lambda words, stands_out: f"{words}{'*' if stands_out else ' '}")
     words = [[row[0][:-1], *row[1:]] for row in words]
     widths = [max(len(row[column]) for row in words) for column in range(len(words[0]))]
@@ -100,7 +100,7 @@ def latex(table: Sheet, width: int) -> str:
     lines.append(f"\\caption{{{_escaped(caption)}}}")
     lines += [r"\resizebox{\textwidth}{!}{%", f"\\begin{{tabular}}{{l{'r' * (len(head) - 1)}}}", r"\toprule"]
     if table.spans:
-        cells, rules, column = ["", ""], [], 3  # the columns begin behind two others
+        cells, rules, column = ["", ""], [], 3  # the columns begin after two others
         for name, count in table.spans:
             cells.append(f"\\multicolumn{{{count}}}{{c}}{{{_escaped(_line(name))}}}")
             rules.append(f"\\cmidrule(lr){{{column}-{column + count - 1}}}")

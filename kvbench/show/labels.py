@@ -50,8 +50,10 @@ def differ_in_length(records: "Sequence[RunRecord]") -> bool:
 
 
 def differing(settings: Mapping[str, object], others: Iterable[Mapping[str, object]]) -> list[str]:
-    """The settings that are not the same in all others, as `key=value`; the others may be with or without the run's
-    own."""
+    """Settings that are not the same in all others, as `key=value`.
+
+    The others may be with or without the run's settings.
+    """
     others = list(others)
     return [f"{key}={value}" for key, value in settings.items() if any(other.get(key) != value for other in others)]
 

@@ -87,8 +87,10 @@ class Pace:
 
     @property
     def usual_steps(self) -> float:
-        """Decode steps of an answer: the mean of those that have ended and of those under way that are longer; without
-        any that ended, as many as it may take."""
+        """Decode steps of an answer: the mean of those that have ended and of longer ones in progress.
+
+        Without any that ended, as many as it may take.
+        """
         if not self.num_ended:
             return max(1.0, self.most_steps)
         mean = self._ended_steps / self.num_ended
@@ -112,9 +114,12 @@ class Pace:
 
 
 def left_s(paces: Sequence[Pace]) -> tuple[str, float] | None:
-    """Seconds that runs still need, and `at most` or nothing: at most while fewer answers have ended than are under
-    way. A run that has not come to it is taken to be as fast as the fastest reader, and to decode as the others do on
-    average. None before the first step of decoding: until then most of the work may still be unknown."""
+    """Seconds that runs still need, and `at most` or nothing.
+
+    At most while fewer answers have ended than are in progress. A run that has not started is taken to be as fast as
+    the fastest reader, and to decode as the others do on average. None before the first step of decoding: until then
+    most of the work may still be unknown.
+    """
     read = [pace.token_s for pace in paces if pace.token_s is not None]
     answers = [pace.answer_s for pace in paces if pace.answer_s is not None]
     if not read or not answers:

@@ -86,7 +86,7 @@ def said_when_slow(text: str) -> Iterator[None]:
 
 
 class LiveBar:
-    """A bar that stands on a terminal while work goes on, and goes away after it; `state` is the text behind it."""
+    """A bar that stands on a terminal while work goes on, and goes away after it; `state` is the text after it."""
 
     def __init__(self, stream: TextIO, label: str, total: int | None, done: int = 0, state: str = "") -> None:
         from rich.progress import BarColumn, TextColumn  # slow to import, and needed on a terminal only
@@ -110,8 +110,10 @@ class LiveBar:
 
 
 class Progress:
-    """Shows samples done, tokens per second, cache bytes and time left; `done` of the total are those that an earlier
-    session had finished. A stream that is a terminal gets the live bar."""
+    """Shows samples done, tokens per second, cache bytes and time left.
+
+    `done` of the total are those that an earlier session had finished. A stream that is a terminal gets the live bar.
+    """
 
     def __init__(
         self, label: str, total: int, done: int = 0, *, stream: TextIO | None = None, unit: str = "samples"

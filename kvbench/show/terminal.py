@@ -16,15 +16,17 @@ NO_INTERVAL = "[no interval]"  # in the place of an interval that cannot be comp
 
 
 class PlainConsole(Console):
-    """A console that interprets no text, neither rich's markup nor a terminal's escape: names in tables,
-    titles, notes and bars may come from anywhere."""
+    """Console that interprets no text, neither rich's markup nor a terminal's escape.
+
+    Names in tables, titles, notes and bars may come from anywhere.
+    """
 
     def __init__(self, *, file: TextIO | None = None, width: int | None = None) -> None:
         # In a notebook rich would show output that is meant for a file.
         super().__init__(file=file, width=width, markup=False, emoji=False, force_jupyter=False)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """As `Console.render_str`, made visible before its width is measured."""
+        """See `Console.render_str`; the text is made visible before its width is measured."""
         return super().render_str(visible(text), **options)
 
     def on_broken_pipe(self) -> None:
@@ -32,7 +34,7 @@ class PlainConsole(Console):
         raise BrokenPipeError
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """As `Console.render`; what was no string is made visible here."""
+        """See `Console.render`; what was no string is made visible here."""
         for segment in super().render(renderable, options):
             if segment.control or (shown := visible(segment.text)) == segment.text:
                 yield segment
@@ -47,8 +49,10 @@ def console(width: int | None = None, *, file: TextIO | None = None) -> Console:
 
 
 class PlainTable(Table):
-    """A table that is split by columns where a word of a heading or of a cell would be cut; each part has the first
-    column."""
+    """Table that is split by columns where a word of a heading or of a cell would be cut.
+
+    Each part has the first column.
+    """
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """The table, or its parts with an empty line between two."""
@@ -62,7 +66,7 @@ class PlainTable(Table):
             yield self._part([self.columns[0], *group], self.title if index == 0 else None)
 
     def _groups(self, console: Console, options: ConsoleOptions) -> list[list[Column]]:
-        """The columns behind the first one, as many together as fit."""
+        """The columns after the first one, as many together as fit."""
         if len(self.columns) < 3:
             return [list(self.columns[1:])]
         first, *widths = (_least_width(column, console, options) for column in self.columns)

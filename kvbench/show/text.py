@@ -9,16 +9,20 @@ ESCAPES = {"\n": "\\n", "\t": "\\t"}
 
 
 def visible(text: str) -> str:
-    """A text of several lines without terminal controls: control characters, escapes, bidirectional marks, lone
-    surrogates."""
+    """Removes terminal controls from a text of several lines.
+
+    Control characters, escapes, bidirectional marks, lone surrogates.
+    """
     if text.isprintable():
         return text
     return "\n".join(line if line.isprintable() else _flat(line) for line in text.split("\n"))
 
 
 def safe(text: object, length: int = NAME_LENGTH) -> str:
-    """A name or an answer, or anything as Python prints it, as one line of visible text; a longer one loses its
-    middle."""
+    """A name or an answer, or anything as Python prints it, as one line of visible text.
+
+    A longer one loses its middle.
+    """
     flat = str(text)
     if len(flat) > length:  # far more than is shown need not be looked at
         flat = f"{flat[:length]}{flat[-length:]}" if len(flat) > 2 * length else flat

@@ -1,5 +1,8 @@
-"""Full-cache runs that are unfit as a reference: most answers were cut off or have nothing to grade, or all have the
-worst score. A method may look better than such a run, and the comparison is meaningless."""
+"""Full-cache runs that are unfit as a reference.
+
+Most answers were cut off or have nothing to grade, or all have the worst score. A method may look better than such a
+run, and the comparison is meaningless.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -46,7 +49,7 @@ def unfit(records: Iterable[SampleRecord], what: Measure) -> str:
 
 
 def unfit_run(record: RunRecord) -> str:
-    """As `unfit`, from `run.json` alone, with fewer checks."""
+    """See `unfit`, from `run.json` alone, with fewer checks."""
     metric, answers = record.metrics.get(record.primary), record.task_aggregate.get("answers", {})
     if metric is None or metric.value is None or not metric.num_samples:
         return ""

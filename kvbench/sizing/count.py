@@ -35,7 +35,7 @@ from kvbench.policy import (
 from kvbench.sizing.shadow import act_out, measured, shadow_step, shadow_store, standing_for
 
 LayerPlan = tuple[Tensor, Tensor | None]  # int8 [H, N] the tier of each token; fp32 [H, N] what the slots begin with
-# What says nothing about a tensor's numbers.
+# Operations that do not depend on a tensor's numbers.
 _OUTSIDE = {Tensor.device.__get__, Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.size, Tensor.dim, Tensor.__len__}  # type: ignore[attr-defined]
 
 
@@ -52,7 +52,7 @@ def count(
     *,
     is_even: bool,
 ) -> dict[str, int]:
-    """Items of the ledger behind a prompt and the steps of an answer: those of `act_out`, in a fraction of its time.
+    """Items of the ledger after a prompt and the steps of an answer: those of `act_out`, in a fraction of its time.
 
     Raises:
         ValueError: The method does not fit the model.
@@ -172,8 +172,7 @@ def _stepped(
     new_tokens: int,
     options: StoreOptions,
 ) -> list[Tensor]:
-    """Slots per tier int64 [lists of a row] behind the steps of an answer, of which each list of another content makes
-    its own.
+    """Slots per tier int64 [lists of a row] after the steps of an answer, which each kind of list decides.
 
     Raises:
         Unlike: The policy parts lists that are alike.
@@ -207,8 +206,10 @@ def _stepped(
 
 
 class _Kinds:
-    """Lists by what a prompt's plan put into them: `kind` int64 [L, H] names one of `plans`, and `first` the first list
-    that has each."""
+    """Lists grouped by their content after a prompt's plan.
+
+    `kind` int64 [L, H] names one of `plans`, and `first` the first list that has each.
+    """
 
     def __init__(self, store: CompressedStore, row: int, plans: Sequence[LayerPlan]) -> None:
         self._policy, self._spec = store.policy, store.policy.score
@@ -236,7 +237,7 @@ class _Kinds:
     def policy(self) -> Policy:
         """Policy for a store of one list of each kind, which plans with the real one over all lists."""
         few = copy(self._policy)
-        # What is said of heads and layers of the model, and a budget of its bytes, is not about these.
+        # Settings of the model's heads and layers, and a budget in bytes, do not apply to these.
         vars(few).update(scope="head", granularity="kv_head", limit=None, codebooks=None, head_scales=None)
         spec = self._spec
         if spec.probe is not None:  # the plans of the prompt are there
@@ -296,8 +297,10 @@ class _Due(Compaction):
 
 
 class _AllLists(SlotsView):
-    """All lists of a model as a policy sees them, of which `few` shows one of each kind; `kind` int64 [L, H] says which
-    a list has, and `budgets` is a view of the model's own store."""
+    """View of all lists of a model, of which `few` has one of each kind.
+
+    `kind` int64 [L, H] is each list's kind, and `budgets` is a view of the model's store.
+    """
 
     def __init__(self, few: SlotsView, budgets: DecodeView, kind: Tensor) -> None:
         super().__init__(few._spec)

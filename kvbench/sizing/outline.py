@@ -1,8 +1,9 @@
-"""Bytes of a method on a deep model, from shallow ones of the same heads and length: within 1 % of `project`, in a
-fraction of its time.
+"""Bytes of a method on a deep model, from shallow ones of the same heads and length.
+
+Within 1 % of `project`, in a fraction of its time.
 
 Bytes are a line over layers once a method's exceptions (first or last ones, of another precision) are all there. Two
-small caches say which line; nothing here knows what a method does.
+small caches determine the line; nothing here depends on the method.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from kvbench.sizing.project import (
 
 LAYERS = (2, 4)
 STEPS = 64  # of an answer; the rest of a longer one grows as these did
-FEW_STEPS, LONG_TOKENS = 16, 16384  # so few tell of a prompt so long, of which the last pages are less than 1 %
+FEW_STEPS, LONG_TOKENS = 16, 16384  # so few represent a prompt so long, of which the last pages are less than 1 %
 EXACT_TOKENS = 4096  # of a context that is no longer, all steps are counted: a page is a larger part of it
 
 
@@ -70,7 +71,7 @@ def _whole(policy: Policy, shape: ModelShape, prompt: int, new: int, shares: Seq
 
 
 def _text_decides(policy: Policy, shape: ModelShape, prompt_tokens: int, steps: int) -> bool:
-    """True if the attention pattern changes the bytes of a prompt, or of the steps behind it."""
+    """True if the attention pattern changes the bytes of a prompt, or of the steps after it."""
     if not (policy.score.measures_prompts or policy.score.decode_update):
         return False
     is_one = False

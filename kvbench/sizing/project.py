@@ -1,5 +1,6 @@
-"""The bytes that a method would hold on a model of another size: the store's own decisions and its own ledger, of keys
-and values that are not there.
+"""Bytes that a method would hold on a model of another size.
+
+By the store's decisions and its ledger, without any keys and values.
 
 Nothing here repeats a formula of the cache: the method's plan says what each list keeps, the page tables and the rings
 of a real store take as many slots, and the ledger counts them (`kvbench.sizing.count`).
@@ -17,13 +18,16 @@ from kvbench.sizing.count import count
 from kvbench.sizing.shadow import fill_prompt, shadow_store
 
 SAME = 0.01  # two projections this close are one number: how even attention is then decides about nothing but slack
-GLANCE_TOKENS = 1024  # a prompt long enough to tell whether it decides
+GLANCE_TOKENS = 1024  # a prompt long enough to show whether it decides
 
 
 @dataclass(frozen=True, kw_only=True)
 class Projection:
-    """The ledger of one sequence that is not there: its items and their sum as `Ledger.itemise` gives them, and the
-    bytes of an FP16 full cache of the same tokens, windows and states included."""
+    """Ledger of one sequence without keys and values.
+
+    Its items and their sum as of `Ledger.itemise`, and the bytes of an FP16 full cache of the same tokens, windows and
+    states included.
+    """
 
     items: dict[str, int]
     fp16_bytes: int
@@ -77,14 +81,16 @@ def project(
 
 
 def _both(*sizes: Any) -> tuple[Projection, Projection]:
-    """Both ends of attention, for what `project` is asked."""
+    """Results of `project` for both extremes of attention."""
     peaked, even = (run(*sizes, is_even=is_even) for is_even in (False, True))
     return (peaked, even) if peaked.resident_bytes < even.resident_bytes else (even, peaked)
 
 
 def keeps_all(policy: Policy, projection: Projection, fp16_bytes: int) -> bool:
-    """True where as much is held as of all tokens, whose keys and values take `fp16_bytes` in the layers on which the
-    method acts; a method that holds less has begun to decide."""
+    """True where as much is held as of all tokens; a method that holds less has begun to decide.
+
+    Their keys and values take `fp16_bytes` in the layers on which the method acts.
+    """
     bits = min(tier.k_bits + tier.v_bits for tier in policy.tiers)  # of a key's and a value's number
     return 32 * projection.items["payload_bytes"] >= bits * fp16_bytes
 
@@ -102,8 +108,9 @@ def project_shares(
     shares: Sequence[float],
     options: StoreOptions | None = None,
 ) -> Projection:
-    """Bytes of one sequence when the method, which has no residual buffer, gives each tier a known share of tokens x
-    lists, as a stored run measured it.
+    """Bytes of one sequence when the method gives each tier a known share of tokens x lists, measured by a stored run.
+
+    The method has no residual buffer.
 
     Lists differ by up to half a page from the mean, so that slack is what it is on average.
 
@@ -136,6 +143,6 @@ def run(
     *,
     is_even: bool,
 ) -> Projection:
-    """The ledger behind a prompt and the steps of an answer, where queries attend to all tokens alike, or to one."""
+    """The ledger after a prompt and the steps of an answer, where queries attend to all tokens alike, or to one."""
     items = count(policy, shape, prompt_tokens, new_tokens, options, is_even=is_even)
     return Projection(items=items, fp16_bytes=shape.fp16_bytes(prompt_tokens + new_tokens))

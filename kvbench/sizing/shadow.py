@@ -33,8 +33,10 @@ def act_out(
     *,
     is_even: bool,
 ) -> dict[str, int]:
-    """Items of the ledger behind a prompt and the steps of an answer, where queries attend to all tokens alike, or to
-    one: every list of every layer takes every token."""
+    """Items of the ledger after a prompt and the steps of an answer.
+
+    Queries attend to all tokens alike, or to one: every list of every layer takes every token.
+    """
     store = shadow_store(policy, shape, prompt_tokens, new_tokens, options, is_even=is_even)
     row = store.open_row()
     fill_prompt(store, row, prompt_tokens)
@@ -121,8 +123,10 @@ def _nowhere(shape: ModelShape) -> ModelShape:
 
 
 def standing_for(statistic: Statistic, is_probed: bool = True) -> Statistic:
-    """A statistic in another's place, where there are no keys and values to look at: all tokens are alike. With
-    `is_probed` it needs the second pass that the other one does."""
+    """Substitute of a statistic without keys and values: all tokens are alike.
+
+    With `is_probed` it needs the second pass that the replaced one does.
+    """
 
     @dataclass(frozen=True)
     class Alike(Statistic):
@@ -147,7 +151,7 @@ _ALIKE = {
 
 
 def _prompt_scores(spec: ScoreSpec, num_tokens: int, is_even: bool) -> Tensor | None:
-    """fp32 [N]: scores of a prompt's keys from its queries, as `Shadow` says; None where no query counts."""
+    """Scores of a prompt's keys from its queries, fp32 [N], see `Shadow`; None where no query counts."""
     if not spec.measures_prompts:
         return None
     if spec.statistic.extremes is not None:
@@ -175,7 +179,7 @@ class ShadowPool(PagePool):
         return torch.zeros(1, 1, dtype=torch.uint8, device=device).expand(num_pages, self.page_bytes)
 
     def _copy_pages(self, pages: Tensor) -> None:
-        """There is nothing to copy."""
+        """No-op: there is nothing to copy."""
 
 
 class Shadow(Backend):
@@ -201,7 +205,7 @@ class Shadow(Backend):
         return field
 
     def _ignore(self, *operands: Any, **named: Any) -> None:
-        """There are no keys, no values and no bounds to write."""
+        """No-op: there are no keys, values or bounds to write."""
 
     write_keys = write_values = widen_bounds = _ignore
 
@@ -256,5 +260,5 @@ class Shadow(Backend):
 
 
 def _live(tier: TierPages) -> Tensor:
-    """bool [S, H, m * T]: the slot is held."""
+    """Mask bool [S, H, m * T] of held slots."""
     return torch.arange(tier.ids.shape[-1] * tier.fmt.tokens_per_page) < tier.num_k[..., None]

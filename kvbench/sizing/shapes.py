@@ -1,5 +1,7 @@
-"""Model shapes for a projection: a preset of config/shapes.yaml, or a run's reading of a config.json or of the header
-of a GGUF file."""
+"""Model shapes for a projection.
+
+A preset of config/shapes.yaml, or a run's reading of a config.json or of the header of a GGUF file.
+"""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

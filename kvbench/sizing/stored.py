@@ -15,14 +15,15 @@ from kvbench.rules import TABLE_OR_PATH, declared
 from kvbench.sizing.project import Projection, is_one_number, project
 from kvbench.sizing.shapes import NamedShape
 
-# What `project` said, once for each method and length: the seeds and tasks of a study share it.
+# Results of `project`, once for each method and length: the seeds and tasks of a study share it.
 _projected: dict[str, tuple[Projection, Projection]] = {}
 
 
 def policy_of(identity: Mapping[str, Any]) -> Policy | None:
     """The method of a stored run, made again; None where the code no longer fits its settings.
 
-    What a results folder names is loaded from kvbench's own methods and from nowhere else, and no file that it names is
+    Classes named in a results folder are loaded from kvbench's methods and from nowhere else, and no file that it names
+    is
     opened: a run's identity holds the numbers of a table, never its path.
     """
     settings = dict(identity.get("method") or {})
@@ -46,14 +47,18 @@ def usual_settings(method: str) -> dict[str, Any]:
 
 @cache
 def _usual(method: str, *folders: Path) -> dict[str, Any]:
-    """Usual settings by folders; folders of the user's own come and go within a process, and may have a method of the
-    same name."""
+    """Usual settings by folders.
+
+    Folders of the user's come and go within a process, and may have a method of the same name.
+    """
     return as_dict(method_settings(method)) if method in files.options("method") else {}
 
 
 def changed_settings(method: str, stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a stored method that are not those of its configuration today; settings that today's code lacks are
-    left out, so that runs of two versions of the code find each other."""
+    """Settings of a stored method that are not those of its configuration today.
+
+    Settings that today's code lacks are left out, so that runs of two versions of the code match each other.
+    """
     usual = usual_settings(method)
     return {name: value for name, value in stored.items() if name in usual and value != usual[name]}
 
@@ -76,9 +81,11 @@ def tier_shares(records: Iterable[SampleRecord]) -> list[float]:
 def projected(
     identity: Mapping[str, Any], records: Iterable[SampleRecord], shape: NamedShape, prompt_tokens: int, new_tokens: int
 ) -> Projection | None:
-    """Bytes that one sequence of another model would hold under the method of a stored run, at the shares that the run
-    measured where data decide; None where the method fits the other model or today's code no more, or where nothing was
-    measured."""
+    """Bytes that one sequence of another model would hold under the method of a stored run.
+
+    At the shares that the run measured where data decide; None where the method no longer fits the other model or
+    today's code, or where nothing was measured.
+    """
     policy = policy_of(identity)
     if policy is None:
         return None

@@ -7,7 +7,7 @@ import numpy as np
 
 POWER = 0.8
 MOST_SAMPLES = 1 << 20
-# What a sum over a binomial distribution leaves out at each end: less than rounding does.
+# Tail mass that a sum over a binomial distribution leaves out at each end: less than rounding does.
 _TAIL = 1e-20
 _BLOCK = 4096
 
@@ -47,8 +47,10 @@ def within(lost: int, gained: int, count: int, margin: float) -> float:
 
 
 def restricted_churn(churn: float, margin: float) -> float:
-    """The share of samples that differ which is likeliest if the true loss is the margin, where a share `churn` differs
-    and as many are gained as lost. `within` has the same estimate for counts."""
+    """Most likely share of differing samples if the true loss is the margin.
+
+    Observed are a share `churn` that differs, with as many gained as lost. `within` has the same estimate for counts.
+    """
     linear = churn - 2 * margin
     return margin + (linear + math.sqrt(linear**2 + 4 * churn * margin * (1 - margin))) / 2
 
@@ -74,8 +76,10 @@ def power(loss: float, churn: float, count: int, level: float) -> float:
 
 @lru_cache(maxsize=256)
 def _most_gained(level: float, block: int) -> np.ndarray:
-    """The most gained answers that still show a loss, -1 where none do: for each number of differing samples of a
-    block."""
+    """The most gained answers that still show a loss, -1 where none do.
+
+    For each number of differing samples of a block.
+    """
     from scipy.stats import binom
 
     differ = np.arange(block * _BLOCK, (block + 1) * _BLOCK)
@@ -84,8 +88,10 @@ def _most_gained(level: float, block: int) -> np.ndarray:
 
 
 def detectable(churn: float, count: int, level: float) -> float | None:
-    """The smallest loss that McNemar's exact test shows with 80 % probability, at a churn as `power` has it; None
-    where no loss would."""
+    """Smallest loss that McNemar's exact test shows with 80 % probability, at a churn as in `power`.
+
+    None where no loss would.
+    """
     from scipy.optimize import brentq
 
     if count < 1 or power(1.0, 1.0, count, level) < POWER:
@@ -94,11 +100,13 @@ def detectable(churn: float, count: int, level: float) -> float | None:
 
 
 def samples_needed(loss: float, churn: float, level: float) -> int | None:
-    """Number of samples that show a loss with 80 % probability, to 0.5 %; None for more than a million, and for a loss
-    outside (0, 1]. Arguments as of `power`."""
+    """Number of samples that show a loss with 80 % probability, to 0.5 %.
+
+    None for more than a million, and for a loss outside (0, 1]. Arguments are those of `power`.
+    """
     from scipy.stats import norm
 
-    # What the normal distribution says is near; the exact power decides.
+    # The normal approximation is a starting point; the exact power decides.
     if not 0 < loss <= 1:
         return None
     differ = min(1.0, max(churn, loss))

@@ -1,4 +1,4 @@
-"""Errors of what is measured on every token of a text: tokens beside one another are alike, so blocks are resampled."""
+"""Errors of what is measured on every token of a text: neighbouring tokens are correlated, so blocks are resampled."""
 
 from collections.abc import Callable, Sequence
 

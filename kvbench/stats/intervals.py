@@ -39,8 +39,9 @@ class Estimate:
 
 
 def wilson(successes: float, trials: float, z: float = Z_95) -> tuple[float, float]:
-    """Wilson's score interval of a rate, inside [0, 1], all of which it is of no trial; with the normal point `z`, 1.96
-    for 95 %.
+    """Wilson's score interval of a rate, with the normal quantile `z`, 1.96 for 95 %.
+
+    Inside [0, 1]; without trials it is all of that.
 
     Source: Wilson 1927, JASA 22:209; without continuity correction.
     """
@@ -135,8 +136,11 @@ def estimate(
 
 
 def _graded(strata: Strata) -> tuple[float, float] | None:
-    """Interval of a weighted mean of values that are not all yes or no. A subset that is all right has no spread, yet
-    doubt remains: it contributes Wilson's interval. The others contribute one bootstrap interval together."""
+    """Interval of a weighted mean of values that are not all yes or no.
+
+    A subset that is all right has no spread, yet doubt remains: it contributes Wilson's interval. The others contribute
+    one bootstrap interval together.
+    """
     same = [bool(all(item in BINARY for item in values)) and not has_spread(values) for values in strata.values]
     if not any(same):
         return studentised.interval(strata)

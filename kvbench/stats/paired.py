@@ -61,7 +61,7 @@ class Paired:
 
     @property
     def few_differ(self) -> bool:
-        """So few samples of a bounded score differ that only their number says something."""
+        """True if so few samples of a bounded score differ that only their number is informative."""
         return self.bounded and self.num_different < FEWEST_DIFFERENT
 
     @cached_property
@@ -70,7 +70,7 @@ class Paired:
         return standard_error(self.strata) if self.strata.count >= FEWEST_SAMPLES else None
 
     def among(self, num_tests: int) -> "Paired":
-        """This test as one of so many."""
+        """Copy of this test as one of `num_tests`."""
         return replace(self, num_tests=num_tests)
 
     def _t(self, resamples: int) -> np.ndarray:
@@ -115,8 +115,10 @@ class Paired:
         return max(flipped, min(1.0, 2 * min(tails[0], tails[1])))
 
     def p_beyond(self, margin: float) -> float | None:
-        """Two-sided p value of a difference that is no larger than a margin; `p` with margin 0, None where that is
-        None."""
+        """Two-sided p value of a difference that is no larger than a margin.
+
+        `p` with margin 0, None where that is None.
+        """
         if margin == 0:
             return self.p
         if abs(self.value) <= margin or self.few_differ:
@@ -185,7 +187,7 @@ class Paired:
 
     @cached_property
     def _counts(self) -> list[list[int]]:
-        """Of each group of pairs, how many both get right, this one alone, the other alone, and neither."""
+        """Counts of pairs per group: right in both, in this one alone, in the other alone, in neither."""
         groups = self.pairs or ()
         if self.strata.weighs_samples_alike:
             groups = [[pair for group in groups for pair in group]]
@@ -221,8 +223,10 @@ class Paired:
         return wilson(share * count, count)[1]
 
     def detectable(self, level: float = ALPHA) -> float | None:
-        """The smallest true difference that `p` shows with 80 % probability, below a level that is divided by the rows
-        corrected together; None where it cannot be known, or none would."""
+        """Smallest true difference that `p` shows with 80 % probability, below a corrected level.
+
+        The level is divided by the rows corrected together; None where it cannot be known, or none would.
+        """
         if self.pairs is not None or self.few_differ:
             return binomial.detectable(self.churn, int(self.strata.effective_count + 1e-9), level)
         if self.error is None or 2.0 ** (1 - self.num_different) >= level:
@@ -230,8 +234,10 @@ class Paired:
         return self.error[0] * _noncentral(self.error[1], level)
 
     def needed(self, difference: float, level: float = ALPHA) -> int | None:
-        """Number of samples that would show a true difference of this size with 80 % probability, at the churn or the
-        spread seen here; None where that is not known, or without bounds."""
+        """Number of samples that would show a true difference of this size with 80 % probability.
+
+        At the churn or the spread seen here; None where that is not known, or without bounds.
+        """
         if self.pairs is not None or self.few_differ:
             return binomial.samples_needed(difference, self.churn, level)
         if self.error is None:
@@ -249,8 +255,9 @@ class Paired:
         return count
 
     def needed_equal(self, margin: float, level: float) -> int | None:
-        """Number of samples at which a run that does not differ is found within a margin with 80 % probability, by two
-        one-sided tests at this level, at the churn or the spread seen here; None where that is not known.
+        """Number of samples at which an equal run is confirmed within a margin with 80 % probability.
+
+        By two one-sided tests at this level, at the churn or the spread seen here; None where that is not known.
 
         Source: Chow, Shao and Wang 2008, Sample Size Calculations in Clinical Research, section 3.2 (equivalence);
             Tango 1998, Statistics in Medicine 17:891, for yes-or-no values, whose spread is another at the margin.
@@ -301,8 +308,10 @@ def difference(
 
 
 def paired(groups: Mapping[str, Sequence[Pair]], weighting: Weighting = "subset", **settings: Any) -> Paired | None:
-    """`difference` of the pairs of each subset, weighed as `weighed` says; None without a pair. Raises ValueError for a
-    value that is not finite: of such a pair there is no difference."""
+    """Paired `difference` over subsets, weighted as `weighed` does; None without a pair.
+
+    Raises ValueError for a value that is not finite: of such a pair there is no difference.
+    """
     filled = [np.array(pairs, dtype=float) for pairs in groups.values() if pairs]
     if not filled:
         return None
@@ -319,7 +328,7 @@ def paired_difference(groups: Mapping[str, Sequence[Pair]], weighting: Weighting
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:
-    """The p values after Holm's correction for having asked all of them; one that is not known counts as 1."""
+    """Holm-corrected p values; an unknown one counts as 1."""
     # Four lines of numpy: statsmodels' multipletests looks for garbage in the whole process at each call.
     known = np.array([1.0 if p is None else p for p in p_values])
     order, adjusted = np.argsort(known), np.empty(len(known))

@@ -46,8 +46,11 @@ def spearman(mine: np.ndarray, theirs: np.ndarray) -> np.ndarray:
 def agreement(
     mine: Strata, theirs: Strata, *, resamples: int = RESAMPLES, seed: int = SEED, same_questions: bool = True
 ) -> Agreement:
-    """Compare two measures of the same three runs or more: values [n, runs] of each subset, larger where better, whose
-    rows are the same questions; or two sets of questions, with `same_questions=False`, each resampled by itself."""
+    """Compare two measures of the same three runs or more.
+
+    Values are [n, runs] of each subset, larger where better, whose rows are the same questions; or two sets of
+    questions, with `same_questions=False`, each resampled by itself.
+    """
     num_runs = mine.values[0].shape[1]
     if num_runs < FEWEST_RUNS:
         raise ValueError(f"{num_runs} runs have no order worth a correlation; {FEWEST_RUNS} are needed")

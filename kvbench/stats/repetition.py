@@ -35,8 +35,9 @@ def longest_loop(ids: Sequence[int]) -> int:
 
 
 def ends_in_loop(ids: Sequence[int]) -> bool:
-    """True if a text ends in a loop: in the same 1 to 512 tokens three times in a row or more, 16 tokens in all at
-    least; a last round that is cut short counts with its tokens.
+    """True if a text ends in a loop: the same 1 to 512 tokens three times in a row or more.
+
+    The loop has at least 16 tokens in all; a last round that is cut short counts with its tokens.
 
     Source: Holtzman et al. 2020 (arXiv 1904.09751), repetition at the end of a generation.
     Differs: three rounds and 16 tokens; their code takes two rounds of three tokens or more, or 51 of fewer.

@@ -1,7 +1,7 @@
 """A mean as a share of another mean of the same samples: a method's score in % of the full cache's.
 
 Its difference from 1 is zero exactly where the paired difference is, so every test is that of `kvbench.stats.paired`.
-Its interval knows that the full cache's mean is uncertain too.
+Its interval includes the uncertainty of the full cache's mean.
 """
 
 import math
@@ -62,34 +62,36 @@ class Share:
         return self.gap.test
 
     def among(self, num_tests: int) -> "Share":
-        """This test as one of so many."""
+        """Copy of this test as one of `num_tests`."""
         return replace(self, gap=self.gap.among(num_tests))
 
     def p_beyond(self, margin: float) -> float | None:
-        """As `Paired.p_beyond`, with a margin in shares of the whole as it was measured."""
+        """See `Paired.p_beyond`, with a margin in shares of the whole as it was measured."""
         return self.gap.p_beyond(margin * self.whole)
 
     def p_within(self, margin: float) -> float | None:
-        """As `Paired.p_within`, with a margin in shares of the whole as it was measured."""
+        """See `Paired.p_within`, with a margin in shares of the whole as it was measured."""
         return self.gap.p_within(margin * self.whole)
 
     def detectable(self, level: float = ALPHA) -> float | None:
-        """As `Paired.detectable`, in shares of the whole."""
+        """See `Paired.detectable`, in shares of the whole."""
         least = self.gap.detectable(level)
         return None if least is None else least / self.whole
 
     def needed(self, difference: float, level: float = ALPHA) -> int | None:
-        """As `Paired.needed`, in shares of the whole."""
+        """See `Paired.needed`, in shares of the whole."""
         return self.gap.needed(difference * self.whole, level)
 
     def needed_equal(self, margin: float, level: float) -> int | None:
-        """As `Paired.needed_equal`, in shares of the whole."""
+        """See `Paired.needed_equal`, in shares of the whole."""
         return self.gap.needed_equal(margin * self.whole, level)
 
     @cached_property
     def interval(self) -> tuple[Ends | None, str]:
-        """95 % interval and how it was computed; None and an empty name where nothing can be said, or where the whole
-        may be 0. It reaches 0 wherever the test does not exclude a difference of 0."""
+        """95 % interval and its method; None and an empty name where nothing can be said, or the whole may be 0.
+
+        It reaches 0 wherever the test does not exclude a difference of 0.
+        """
         ends, name = self._raw_interval()
         if ends is None or self.gap.p is None:
             return None, ""
@@ -109,8 +111,9 @@ class Share:
         return self._fieller(), FIELLER
 
     def _fieller(self) -> Ends | None:
-        """The shares s at which the mean of `mine - s * theirs` is no further from 0 than its standard error times the
-        quantiles of the studentised bootstrap.
+        """Fieller's interval: shares s at which the mean of `mine - s * theirs` may be 0.
+
+        It is no further from 0 than its standard error times the quantiles of the studentised bootstrap.
 
         Source: Fieller 1954, J. Royal Statistical Society B 16:175; the quantiles: Hwang 1995, Biometrika 82:217.
         """
@@ -136,8 +139,9 @@ class Share:
         return Strata(values, self.mine.weights)
 
     def _of_rates(self) -> Ends | None:
-        """Of yes-or-no values: from Wilson's limits of both rates and Newcombe's correlation, so that it has a width
-        where no sample differs.
+        """Interval for yes-or-no values, from Wilson's limits of both rates and Newcombe's correlation.
+
+        So it has a width where no sample differs.
 
         Source: Donner and Zou 2012, Statistical Methods in Medical Research 21:347 (MOVER for a ratio).
         """
@@ -148,8 +152,10 @@ class Share:
         return self._ends(both, *((reach / self._unit, of_whole / self._unit) for reach, of_whole in (below, above)))
 
     def _ends(self, both: float, below: Ends, above: Ends) -> Ends | None:
-        """The two shares, less 1, at reaches of `mine` and `theirs`, in `_unit`, and their correlation; None where the
-        whole's own interval has 0."""
+        """The two shares, less 1, at reaches of `mine` and `theirs`, in `_unit`, and their correlation.
+
+        None where the whole's interval contains 0.
+        """
         mine, whole, roots = float(self.mine.mean()) / self._unit, self.whole / self._unit, []
         for sign, (reach, of_whole) in ((-1, below), (1, above)):
             rest = whole**2 - of_whole**2
@@ -171,8 +177,10 @@ def _covariance(one: Strata, other: Strata) -> float:
 
 
 def share(mine: Strata, theirs: Strata, **how: Any) -> Share | None:
-    """The first mean as a share of the second, of values of the same samples; `how` as in `paired.difference`. None
-    where the second mean is not above 0."""
+    """First mean as a share of the second, of values of the same samples; `how` as in `paired.difference`.
+
+    None where the second mean is not above 0.
+    """
     if float(theirs.mean()) <= 0:
         return None
     return Share(gap=difference(mine, theirs, **how), mine=mine, theirs=theirs)

@@ -61,13 +61,12 @@ class Strata:
         return mean if self.values[0].ndim > 1 else float(mean)
 
     def map(self, change: Callable[[np.ndarray], np.ndarray]) -> "Strata":
-        """These subsets with each one's values changed by a function."""
+        """Subsets with each one's values mapped by a function."""
         return Strata(tuple(map(change, self.values)), self.weights)
 
 
 def weighed(values: Sequence[Sequence[float] | np.ndarray], weighting: Weighting = "subset") -> Strata:
-    """Put the values of each subset together, empty ones dropped, with weights by which every subset or every sample
-    weighs the same."""
+    """Concatenates the values of each subset, empty ones dropped, with weights per subset or per sample."""
     arrays = tuple(np.asarray(item, dtype=float) for item in values if len(item))
     total = sum(map(len, arrays))
     weights = tuple(len(item) / total if weighting == "sample" else 1 / len(arrays) for item in arrays)
@@ -75,8 +74,10 @@ def weighed(values: Sequence[Sequence[float] | np.ndarray], weighting: Weighting
 
 
 def unit_of(*arrays: np.ndarray) -> np.ndarray:
-    """The power of two below the largest absolute value of each column of some values [n, columns] or [n]; 1 where all
-    are 0. Squares of values in this unit neither overflow nor vanish, and dividing by it rounds nothing."""
+    """Power of two below the largest absolute value of each column of values [n, columns] or [n]; 1 where all are 0.
+
+    Squares of values in this unit neither overflow nor vanish, and dividing by it rounds nothing.
+    """
     largest = np.max([np.max(np.abs(values), axis=0) for values in arrays], axis=0)
     return np.where(largest > 0, np.ldexp(1.0, np.frexp(largest)[1] - 1), 1.0)
 

@@ -30,7 +30,7 @@ def resamples_for(num_tests: int, least: int = RESAMPLES) -> int:
 
 
 def _pools(sizes: tuple[int, ...]) -> list[list[int]]:
-    """For each subset the subsets whose residuals it draws from: itself, or all small ones together."""
+    """Subset -> the subsets whose residuals it draws from: itself, or all small ones together."""
     small = [index for index, size in enumerate(sizes) if size < SMALL]
     for index in sorted(range(len(sizes)), key=lambda index: sizes[index]):
         if not small or sum(sizes[group] for group in small) >= SMALL:
@@ -72,8 +72,11 @@ def _stretched(values: np.ndarray) -> np.ndarray:
 
 
 def t_blocks(strata: Strata, resamples: int, seed: int) -> Iterator[np.ndarray]:
-    """The t statistic [up to BLOCK, columns] of each resample of values [n, columns], which share their draws, a block
-    at a time; infinite where a resample has no spread and another mean. Every subset has at least two samples."""
+    """The t statistic [up to BLOCK, columns] of each resample of values [n, columns], a block at a time.
+
+    Columns share their draws. Infinite where a resample has no spread and another mean. Every subset has at least two
+    samples.
+    """
     sizes, pools = strata.sizes, _pools(strata.sizes)
     residuals = [_stretched(values) for values in strata.values]
     unit = unit_of(*residuals)  # in which t is the same
@@ -110,11 +113,13 @@ def t_statistics(strata: Strata, resamples: int, seed: int) -> np.ndarray:
 def interval(
     strata: Strata, *, resamples: int = RESAMPLES, seed: int = SEED, within: tuple[float, float] = (-math.inf, math.inf)
 ) -> tuple[float, float] | None:
-    """95 % interval of the weighted mean of values [n] of each subset; None where nothing can be said: fewer than eight
-    samples, a subset with one, no value that differs, or too few that differ for a finite end.
+    """95 % interval of the weighted mean of values [n] of each subset; None where nothing can be said.
 
-    No end leaves the range `within`: a ratio of sums lies among the ratios of its samples, and a t statistic of few of
-    them, of which one is apart, does not know it.
+    That is with fewer than eight samples, a subset with one, no value that differs, or too few that differ for a finite
+    end.
+
+    No end leaves the range `within`: a ratio of sums lies among the ratios of its samples, which a t statistic of few
+        of them with one outlier does not respect.
     """
     error = standard_error(strata)
     if error is None or strata.count < FEWEST_SAMPLES:
@@ -140,8 +145,10 @@ def ends(t: np.ndarray, middle: float, error: float) -> tuple[float, float] | No
 def p_values(
     strata: Strata, *, null: float | np.ndarray = 0.0, resamples: int = RESAMPLES, seed: int = SEED
 ) -> tuple[np.ndarray, np.ndarray]:
-    """One-sided p values of every column [n, columns], small in the first array [columns] where the mean is above the
-    null, which is one for all columns or one for each, in the second where it is below; NaN where nothing can be said.
+    """One-sided p values of every column [n, columns], against a null for all columns or one for each.
+
+    Small in the first array [columns] where the mean is above the null, in the second where it is below; NaN where
+    nothing can be said.
     """
     num_columns = strata.values[0].shape[1]
     columns = (tuple(values[:, n] for values in strata.values) for n in range(num_columns))

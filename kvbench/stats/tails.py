@@ -14,8 +14,7 @@ def fewest(share: float) -> int:
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:
-    """The value that this share of the values does not exceed, on a line between the two nearest ones; None where they
-    are fewer than `fewest`.
+    """Quantile of the values, linearly interpolated; None where they are fewer than `fewest`.
 
     Source: llama.cpp's `perplexity`, `percentile`.
     """

@@ -84,7 +84,7 @@ def load_task(
         task_cfg: The `task` group of the configuration; `name` says which task, the other keys are that task's own.
             With `harness: lm_eval` it is a task of lm-eval.
         model: See `Ask`.
-        limit: How many samples per subset, a fixed random choice; `first:20` for the first ones, `after:20` for the
+        limit: Number of samples per subset, a fixed random choice; `first:20` for the first ones, `after:20` for the
             others; None for all.
         seed: Decides generated data.
         protocol: The `protocol` group of the configuration; None takes its defaults.

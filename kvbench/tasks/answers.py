@@ -1,4 +1,4 @@
-"""Finding the final answer in what a model wrote: behind the thoughts, in the last box, or behind an answer phrase.
+"""Finding the final answer in what a model wrote: after the thoughts, in the last box, or after an answer phrase.
 
 Every pattern here and in the graders reads a text once: parts that repeat are possessive (`*+`), so that what one took
 is never tried again. A cache that is broken writes ten thousand newlines, and these must not cost minutes.
@@ -17,7 +17,7 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is no brace
 _END_OF_THOUGHT = "</think>"
 _START_OF_THOUGHT = "<think>"
 MINUS = "-\u2212"  # a hyphen, and the sign that typesetting knows
-# What divides thousands but for a comma: a comma in braces, a thin space of LaTeX, and three spaces that do not break.
+# Separators of thousands, except a comma: a comma in braces, a thin space of LaTeX, and three spaces that do not break.
 GROUP = r"(?:\{,\}|\\,|[\u2009\u202f\xa0])"
 DIGITS = rf"\d(?:[\d,]|{GROUP}(?=\d{{3}}(?!\d)))*+"
 # An optional minus that is no subtraction, an optional currency sign, digits with or without marks for the thousands.
@@ -35,7 +35,7 @@ _NO_PART = re.compile(r"\{,\}|[\s,$\\]")
 
 
 def after_thinking(text: str, opened: bool = False) -> str | None:
-    """The part of an answer behind its thoughts; None where they have no end. `opened`: the prompt began them."""
+    """The part of an answer after its thoughts; None where they have no end. `opened`: the prompt began them."""
     _, end, rest = text.rpartition(_END_OF_THOUGHT)
     if end:
         return rest
@@ -43,10 +43,12 @@ def after_thinking(text: str, opened: bool = False) -> str | None:
 
 
 def final_answer(text: str, find: Callable[[str], T | None], opened: bool = False) -> T | None:
-    """The answer that `find` extracts from the text behind the thoughts; None for none, and where the thoughts have no
-    end.
+    """Answer that `find` extracts from the text after the thoughts.
 
-    Characters that nobody sees are no part of an answer."""
+    None for none, and where the thoughts have no end.
+
+    Characters that nobody sees are no part of an answer.
+    """
     rest = after_thinking(text, opened)
     return None if rest is None else find(visible(rest))
 
@@ -84,9 +86,9 @@ def graded_text(request: Request, text: str) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    """The content of the last `\\boxed{...}` (or `\\fbox`, `\\framebox`) that is complete; None without one.
+    r"""The content of the last `\boxed{...}` (or `\fbox`, `\framebox`) that is complete; None without one.
 
-    Braces are balanced; `\\boxed 5` gives the next word, as TeX would nearly do, and `\\boxed5` the number.
+    Braces are balanced; `\boxed 5` gives the next word, as TeX would nearly do, and `\boxed5` the number.
     """
     boxes = list(_BOX.finditer(text))
     opening = {box.start(1) for box in boxes if box[1]}

@@ -11,7 +11,7 @@ _REPEAT_S = 1.0  # what swallows the first alarm gets another
 
 
 class OutOfTime(BaseException):
-    """Something took too long. No Exception, so that a library that catches all of these lets it through."""
+    """Time limit exceeded. No Exception, so that a library that catches all of these does not catch it."""
 
 
 @contextmanager
@@ -47,7 +47,7 @@ def time_limit(limit_s: float | None) -> Iterator[None]:
 def memory_limit(more_bytes: int) -> Iterator[None]:
     """Let memory run out inside the block, as a MemoryError, when it adds more to the process' address space.
 
-    So one huge request is refused before a page of it is there. What other threads ask for counts too; like
+    So one huge request is refused before a page of it is there. Allocations of other threads count too; like
     `time_limit` it is for the main thread, and there is none in others, or without /proc (not on Linux).
     """
     sizes = Path("/proc/self/statm")

@@ -1,5 +1,8 @@
-"""Chat templates: programs of a model's maker that write a conversation as text. They are told a fixed date and draw
-the same random numbers at every start, their time and memory are bounded, and their faults name the model."""
+"""Chat templates: third-party programs that write a conversation as text.
+
+They get a fixed date and the same random numbers at every start, their time and memory are bounded, and their errors
+name the model.
+"""
 
 import random
 import re
@@ -135,8 +138,10 @@ def _faulty(model: "LoadedModel", fault: str) -> Unsupported:
 
 @contextmanager
 def _same_always(now: datetime) -> Iterator[None]:
-    """Fix the time that chat templates get from transformers (`strftime_now`), which takes no function, and the random
-    numbers of Jinja (`random` and `lipsum`)."""
+    """Fix the time (`strftime_now`) and random numbers (`random` and `lipsum`) of chat templates.
+
+    transformers takes no function for the time; the random numbers are Jinja's.
+    """
     from transformers.utils import chat_template_utils
 
     class Stopped(datetime):
@@ -159,7 +164,7 @@ def _same_always(now: datetime) -> Iterator[None]:
 
 
 def between(model: "LoadedModel", said: str, protocol: Protocol) -> str:
-    """The text that a chat template writes behind an answer, up to where the next one begins.
+    """The text that a chat template writes after an answer, up to where the next one begins.
 
     Answers stay in the cache as they were given. So a template that would write the past otherwise, as one that leaves
     thoughts out of it, is not asked to.

@@ -27,7 +27,7 @@ class ChoiceSet(TaskSet):
 
 
 def with_choices(request: Request, model: "LoadedModel", continuations: Sequence[str], gold: int) -> Request:
-    """The request that scores continuations of a prompt, in place of asking for an answer to it.
+    """The request that scores continuations of a prompt, instead of generating an answer.
 
     The prompt is kept, truncation included; as in `choice_request`, its last token is read after compression.
 

@@ -23,7 +23,7 @@ def code_of(group: Mapping[str, Any], task: TaskSet) -> dict[str, str]:
 
     Args:
         group: The settings of the task.
-        task: What they gave.
+        task: The resulting task.
 
     Returns:
         `task`: the hash of the user's own files, where there are some; `task:LIBRARY`: the versions of what the Python
@@ -45,7 +45,7 @@ def _of_harness(group: Mapping[str, Any], task: "HarnessTaskSet") -> dict[str, s
 
     The YAMLs count that define it, with those that they include, and the Python files that these name by `!function`,
     with those that these import, at any remove: of lm-eval's own none where it is installed, since its version counts,
-    and all of them where it is a checkout. What these files open while they run is not seen.
+    and all of them where it is a checkout. Files that they open at run time are not counted.
     """
     from kvbench.tasks.harness.find import manager_of
 
@@ -112,7 +112,7 @@ def _included(path: Path) -> Iterator[Path]:
 
 
 def _functions(path: Path) -> Iterator[Path | str]:
-    """The files and modules of the functions that a YAML names, as lm-eval finds them: beside it, else by import."""
+    """Files and modules of the functions that a YAML names, looked up like lm-eval: next to it, else by import."""
     for _, node in _nodes(path):
         if node.tag == "!function":
             module = node.value.rpartition(".")[0]

@@ -29,7 +29,7 @@ class Report:
     sha256: str = ""
     broken: list[dict] = field(default_factory=list)  # rows that are none: `file`, `line`, `reason`
     faults: list[str] = field(default_factory=list)  # of the file as a whole
-    notes: list[str] = field(default_factory=list)  # what is worth knowing and not wrong
+    notes: list[str] = field(default_factory=list)  # notes: worth knowing, and no errors
 
     @property
     def good(self) -> bool:

@@ -21,18 +21,18 @@ class DataFile:
         task: Name of the task, for messages.
         stems: Names without `.jsonl`, best first; a fetch writes the first.
         rows: Rows of the whole benchmark; 0 where they are not counted.
-        check: What a row must be.
+        check: Check of a row.
         key: The setting of the task that chooses this file among others, by its first stem; empty for none.
-        part: How that setting calls it, where that is not its first stem.
+        part: Its name in that setting, where that is not its first stem.
         words: Further settings that choose it, as words of a command.
-        list_file: What a file of the authors is called that is one JSON list, for `task.data_dir`; empty for none.
+        list_file: Name of the authors' file that is one JSON list, for `task.data_dir`; empty for none.
         hub: (repository, path) pairs of data sets on the hub, best first: `.jsonl`, `.json` (one list), `.parquet`,
             or a `.zip` that holds `<first stem>.jsonl` in any folder.
         prepared: (name, configuration, split) in the cache of the `datasets` library; the name without its owner.
         local: Further files that other tools leave on a machine, best first.
         url: Address of a gzip file that holds it, for what is not on the hub.
         official: SHA-256 of the authors' own file, where it is known.
-        by_hand: How to get it otherwise, an imperative.
+        by_hand: Another way to get it, as an imperative.
         has_questions: Its rows are questions; False where they are examples in front of those.
     """
 
@@ -221,7 +221,7 @@ def _in_datasets_cache(file: DataFile, _: str | None) -> Source | str:
             continue
         shards = sorted((folder / subset).rglob(f"*-{split}*.arrow"))
         if shards:
-            # Other versions of the same data may lie beside it: all shards of one folder belong together.
+            # Other versions of the same data may be next to it: all shards of one folder belong together.
             shards = [path for path in shards if path.parent == shards[0].parent]
             return Source(str(shards[0].parent), chain.from_iterable(map(lines_of, shards)))
     return f"the cache of the datasets library {root} (no {subset} of {name})"

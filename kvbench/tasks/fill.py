@@ -1,10 +1,10 @@
-"""Finds how much filler a generated prompt takes to be as long as asked."""
+"""Finds the amount of filler with which a generated prompt has the requested length."""
 
 from collections.abc import Callable
 
 from kvbench.errors import SettingValue
 
-# A prompt this close to the wanted length is accepted without another round of counting.
+# A prompt this close to the requested length is accepted without another round of counting.
 LENGTH_SLACK_TOKENS = 4
 
 
@@ -30,7 +30,7 @@ def fill_length(
         length: Most tokens.
         limit: Most units.
         least: Fewest units that make a prompt.
-        guess: Where to look first; None guesses two tokens a unit.
+        guess: First number to try; None guesses two tokens a unit.
 
     Returns:
         A number of units whose prompt has at most `length` tokens, within a few tokens of it unless a unit is longer.

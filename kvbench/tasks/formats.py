@@ -28,7 +28,7 @@ JSON = (".jsonl", ".json")
 FORMATS = (*JSON, ".parquet", ".arrow")
 ARCHIVE = ".zip"
 READ = f"{', '.join(FORMATS)}, {' or '.join(JSON)} packed as {', '.join(PACKERS)}, or in a {ARCHIVE}"
-# What is not read, and the step that is missing.
+# Formats that are not read, and the missing step.
 UNPACK = (".tar", ".tgz", ".zst", ".lz4", ".7z", ".rar", *PACKERS)
 CONVERT = (".csv", ".tsv", ".txt", ".yaml", ".yml", ".xml", ".xlsx", ".feather", ".pkl", ".pt", ".npy")
 _SHARD = re.compile(r"-([0-9]{5})-of-([0-9]{5})\.parquet")

@@ -38,8 +38,7 @@ _SIGN = re.compile(r"\\[{}]|[()\[\]{},]|\\.", re.DOTALL)
 
 
 def plain_symbols(latex: str) -> str:
-    """The text with the hyphen for a minus, LaTeX's names of other symbols, no sizes of brackets, and no marks between
-    thousands but commas."""
+    """Normalise symbols of LaTeX: hyphen for minus, usual names, no bracket sizes, commas between thousands."""
     for sign, name in _NAMES.items():
         latex = latex.replace(sign, name)
     latex = _ROOT.sub(lambda root: f"\\sqrt{{{root[1] or root[2]}}}", _SIZES.sub("", latex))
@@ -55,9 +54,10 @@ def normalise(latex: str) -> str:
 
 
 def form(latex: str) -> str:
-    """The brackets around the several things that an answer is: `()` for a point, `(]` for an interval, ...
+    r"""The brackets around the several things that an answer is: `()` for a point, `(]` for an interval, ...
 
-    `\\{\\}` for a set and for a bare list; empty for a single thing, and for what is made of such parts."""
+    `\{\}` for a set and for a bare list; empty for a single thing, and for what is made of such parts.
+    """
     bare = _MEMBER.sub("", normalise(latex))
     if _THOUSANDS.fullmatch(bare):
         return ""
@@ -91,24 +91,24 @@ def _base(latex: str) -> str:
 
 
 def _relation(latex: str) -> str:
-    """The relation that stands in front of everything, such as `ne` for `\\neq 5`; empty without one."""
+    r"""The relation that stands in front of everything, such as `ne` for `\neq 5`; empty without one."""
     match = _RELATION.match(normalise(latex))
     return {"<": "lt", ">": "gt"}.get(match[0], match[0][1:3]) if match else ""
 
 
 def equivalent(reference: str, answer: str) -> bool:
-    """Compare two final answers: as text after `normalise`, or as mathematics.
+    r"""Compare two final answers: as text after `normalise`, or as mathematics.
 
     MATH has three published graders: Hendrycks' (equal texts in a normal form), Minerva's (sympy), and math-verify.
-    What all three say is kept. Where they differ, mathematics decides.
+    A common verdict of all three is kept. Where they differ, mathematics decides.
 
-    - `15\\text{ m}` is right for `15\\text{ cm}`: the first two take units off, and the third reads none. (A power of
+    - `15\text{ m}` is right for `15\text{ cm}`: the first two take units off, and the third reads none. (A power of
       the unit counts here, since it says whether a length, an area or a volume was found.)
-    - `x \\le 2` is wrong for `(-\\infty,2]`: the problems that have such answers ask for intervals. Math-verify takes
+    - `x \le 2` is wrong for `(-\infty,2]`: the problems that have such answers ask for intervals. Math-verify takes
       the interval where the reference is the relation, and so does this.
     - `52` is right for `52_8`, as in math-verify: the problem names the base. `52_8` is wrong for `52`.
-    - `\\neq 5` is wrong for `5`, and so is any other relation; math-verify does not see one without a left side.
-    - `1.41421356` is wrong for `\\sqrt{2}`, and `0.333333` for a third: math-verify rounds to six decimals, by which
+    - `\neq 5` is wrong for `5`, and so is any other relation; math-verify does not see one without a left side.
+    - `1.41421356` is wrong for `\sqrt{2}`, and `0.333333` for a third: math-verify rounds to six decimals, by which
       .000067 would also be .0000672.
     - A point is no set and no bare list, and nothing is closed at infinity.
 
@@ -133,10 +133,10 @@ def equivalent(reference: str, answer: str) -> bool:
 
 
 def judge(reference: str, answer: str) -> bool | None:
-    """As `equivalent`; None where the answer cannot be judged in time, while the reference can.
+    """See `equivalent`; None where the answer cannot be judged in time, while the reference can.
 
-    A tower of powers or an integral that nobody asked for is an answer like others, and leaving it out of the score
-    would favour whoever writes it.
+    An unneeded tower of powers or integral is an answer like others; excluding it would favour the model that writes
+    it.
 
     Raises:
         TimeoutError: The reference cannot be judged in time either.

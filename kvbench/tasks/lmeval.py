@@ -49,8 +49,11 @@ def load_lmeval_tasks(folder: Path, names: Sequence[str], metadata: Mapping[str,
 
 @cache
 def _import_requests() -> None:
-    """Import what lm-eval imports anyway, without chardet: requests takes it where it is there, and its tables take a
-    second to load; charset_normalizer, which requests requires, does the same for nothing."""
+    """Import lm-eval's requests without chardet.
+
+    requests uses chardet if it is installed, and its tables take a second to load; charset_normalizer, which requests
+    requires, does the same for nothing.
+    """
     known = sys.modules.get("chardet")
     sys.modules["chardet"] = None  # type: ignore[assignment]  # Python's own word for "cannot be imported"
     try:

@@ -24,7 +24,7 @@ class LongText(NamedTuple):
 class Passage(NamedTuple):
     """A piece of a text."""
 
-    ids: tuple[int, ...]  # behind the token that begins every text where the tokenizer has one
+    ids: tuple[int, ...]  # after the token that begins every text where the tokenizer has one
     num_words: int  # what white space parts, without the first `head` tokens
     num_bytes: int  # of the same in UTF-8
 

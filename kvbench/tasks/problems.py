@@ -1,5 +1,7 @@
-"""Tasks of problems that are answered right or wrong: requests, graders, and how the scores of many answers are summed
-up."""
+"""Tasks of problems that are answered right or wrong.
+
+Requests, graders, and the aggregation of many answers.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,8 +55,10 @@ class ProblemSet(TaskSet):
         return self.problems.vote(record["text"], record["sample_id"] in self.opened)
 
     def aggregate(self, records: Iterable[dict]) -> dict:
-        """As `TaskSet.aggregate`, and further `sampling` (avg@n, pass@k, maj@k; only with several answers per
-        problem) and `groups` (the means by `group_by`)."""
+        """See `TaskSet.aggregate`; adds `sampling` and `groups`.
+
+        `sampling` is avg@n, pass@k, maj@k, only with several answers per problem; `groups` the means by `group_by`.
+        """
         records = list(records)
         result = super().aggregate(records)
         vote = self._vote if self.problems.votes else None
@@ -71,18 +75,19 @@ class ProblemSet(TaskSet):
 
 @dataclass(frozen=True, kw_only=True)
 class Problems(Task):
-    """A task of problems, made from lm-eval YAMLs whose documents have `context`, `gold`, `index` and the fields of
-    their prompt.
+    """A task of problems, made from lm-eval YAMLs.
+
+    Their documents have `context`, `gold`, `index` and the fields of their prompt.
 
     The class says: `meta_keys`, the fields of a document that its records keep; `group_by`, the one of them whose
     groups are also reported; `votes`, whether several answers to a problem vote; `instructions`, form -> the
-    instruction of its prompts, where they have one beside the problem; `grading_limit_s` and `grading_workers`, see
-    `TaskSet`. Some have a setting `k`: of how many answers pass@k and maj@k are reported, None for 1, 2, 4, ... and
+    instruction of its prompts, where they have one in addition to the problem; `grading_limit_s` and `grading_workers`,
+    see `TaskSet`. Some have a setting `k`: of how many answers pass@k and maj@k are reported, None for 1, 2, 4, ... and
     all.
 
     Args:
         data_dir: Folder with the files; None for the local caches, then the hub.
-        instruction: Where the instruction stands, before the problem or behind it; None for where the form has it.
+        instruction: Position of the instruction, before or after the problem; None for that of the form.
 
     Raises:
         ValueError: As `Task`, or the form has no instruction to be moved.

@@ -1,4 +1,4 @@
-"""From a task's text to the tokens of a request: truncation from the middle, segments, gold tokens."""
+"""Tokens of a request from a task's text: truncation from the middle, segments, gold tokens."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # Re-tokenising the two decoded halves of a cut prompt can give a few tokens more than were kept.
 RETOKENISE_SLACK_TOKENS = 16
-# What lm-eval's own models generate when a task does not say.
+# Number of tokens that lm-eval's models generate for a task without a setting.
 DEFAULT_MAX_NEW_TOKENS = 256
 # Ends thoughts that have used up their budget.
 _THOUGHTS_OVER = f"\n{END_OF_THOUGHT}\n\n"
@@ -28,7 +28,7 @@ _THOUGHTS_OVER = f"\n{END_OF_THOUGHT}\n\n"
 
 @dataclass(frozen=True, kw_only=True)
 class PromptRules:
-    """The choices of a benchmark about asking one of its subsets; `metadata` of its lm-eval YAML has the last three."""
+    """Prompt settings of one subset of a benchmark; `metadata` of its lm-eval YAML has the last three."""
 
     max_new_tokens: int  # length limit of the answer (`generation_kwargs.max_gen_toks`)
     stop: tuple[str, ...] = ()  # strings that end the answer (`generation_kwargs.until`)
@@ -97,7 +97,7 @@ class PromptBuilder:
         rendered: The texts already are what a chat template made: nothing is put around them, special tokens are kept.
 
     Raises:
-        ValueError: `chat_template=always` without a template, `thinking` without a template that knows it, a
+        ValueError: `chat_template=always` without a template, `thinking` without a template that supports it, a
             template that cannot be rendered or drops the message, or the model is too short for the answer or for
             max_prompt_tokens.
     """
@@ -116,7 +116,7 @@ class PromptBuilder:
         if self.chat:
             check_template(model, protocol)
         self.max_new_tokens = protocol.max_new_tokens or rules.max_new_tokens
-        # That answers may begin with, but for what the prompt opens.
+        # Openings that answers may have, except one that the prompt has.
         self._thoughts: Thoughts | None = None
         if self.chat or rendered:
             over = () if protocol.thinking_tokens is None else self._plain(_THOUGHTS_OVER)
@@ -124,15 +124,15 @@ class PromptBuilder:
         self.answer_tokens = Request(
             sample_id="", subset="", segments=(), max_new_tokens=self.max_new_tokens, thoughts=self._thoughts
         ).answer_tokens
-        # A model answers nothing behind its context length, so prompt and answer share it.
+        # A model answers nothing after its context length, so prompt and answer share it.
         self.room_tokens = model.max_tokens - self.answer_tokens
         wraps = self.chat or (protocol.system is not None and not rendered)
         overhead = len(self._encode(self._wrap("a"))) - len(self._encode("a")) if wraps else 0
         self._template_tokens = overhead - len(self.tokenizer.encode("a")) + len(self._encode("a"))
-        # What stands before the user's text, whatever that is.
+        # Text before the user's text, whatever that is.
         both = [self._encode(self._wrap(text)) for text in ("a", "b")] if wraps else [[], []]
         self._instruction = tuple(common_prefix(*both))
-        # What stands behind it.
+        # Text after it.
         self._closing = common_prefix(*(ids[::-1] for ids in both))[::-1]
         self._available = available = self.room_tokens - overhead - RETOKENISE_SLACK_TOKENS
         if available < 2:
@@ -175,9 +175,9 @@ class PromptBuilder:
                 whatever the protocol, so both protocols run the same tokens.
             gold: Reference answer for teacher forcing; empty for none.
             answers: The right answers, for people; `gold` by default.
-            prefix: The beginning of the answer, which the model continues: behind the prompt, in a chat behind the
+            prefix: The beginning of the answer, which the model continues: after the prompt, in a chat after the
                 header of the answer.
-            turns: What follows the first answer, in a conversation; see `turn`.
+            turns: Later turns of a conversation; see `turn`.
 
         Returns:
             The request; two segments only when the protocol is not query aware and the question does not begin inside
@@ -271,7 +271,7 @@ class PromptBuilder:
     def turn(
         self, said: str, *, gold: str = "", answers: Sequence[str] = (), prefix: str = "", separator: str = "\n\n"
     ) -> Turn:
-        """Make a turn of a conversation: the user's text, behind `separator` where the prompt is no chat."""
+        """Make a turn of a conversation: the user's text, after `separator` where the prompt is no chat."""
         if self.chat or self.rendered:
             text = between(self.model, said, self.protocol)
             text += prefix.lstrip() if text[-1:].isspace() else prefix
@@ -297,7 +297,7 @@ class PromptBuilder:
         return render_chat(self.model, messages, self.protocol)
 
     def _open(self, text: str, prefix: str) -> str:
-        """The prompt with the beginning of its answer; a space is not put behind a line break of the template."""
+        """The prompt with the beginning of its answer; a space is not put after a line break of the template."""
         rendered = self._wrap(text)
         return rendered + (prefix.lstrip() if rendered[-1:].isspace() else prefix)
 
@@ -359,8 +359,10 @@ class PromptBuilder:
         return tuple(ids[:border]), tuple(ids[border:])
 
     def _gold(self, ids: list[int], rendered: str, gold: str, begins: bool = True) -> tuple[int, ...]:
-        """Tokens of the reference answer as it would follow the prompt: after a space unless one is there already;
-        `begins` says whether the prompt begins the text."""
+        """Tokens of the reference answer as it would follow the prompt.
+
+        After a space unless one is there already; `begins` says whether the prompt begins the text.
+        """
         if not gold:
             return ()
         if not rendered[-1:].isspace() and not gold[:1].isspace():

@@ -29,9 +29,9 @@ class Protocol:
             graded.
         thinking_tokens: Most tokens of thoughts, which then do not count as the answer's: thoughts that have used them
             up are ended, and the answer follows. None counts them as the answer's.
-        system: What the system says before the user, in every prompt: as the chat template's system message, and in
+        system: System prompt of every request: as the chat template's system message, and in
             front of a prompt that is no chat. None says nothing.
-        date: The day that a chat template is told when it asks for today's, as YYYY-MM-DD; fixed, so that a prompt is
+        date: Today's date for chat templates, as YYYY-MM-DD; fixed, so that a prompt is
             the same on every day.
     """
 

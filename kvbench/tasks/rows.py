@@ -121,7 +121,7 @@ def read_rows(source: Source, check: RowCheck, max_line_bytes: int | None = None
 
 
 def _names(line: bytes, row: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
-    """Keys that tell a row from the others of its file: its content, and its id where it has one."""
+    """Keys that identify a row of its file: its content, and its id where it has one."""
     yield "row", hashlib.sha256(line.strip()).digest()
     for key in ID_FIELDS:
         if isinstance(value := row.get(key), str | int):

@@ -37,7 +37,7 @@ def maj_at_k(right: int, wrong: Sequence[int], silent: int, k: int) -> float:
 
     Args:
         right: Right answers at hand; they vote for the same, however they are written.
-        wrong: How many vote for each of the wrong answers.
+        wrong: Votes for each of the wrong answers.
         silent: Answers that do not vote.
         k: Answers drawn, between 1 and all of them.
 
@@ -128,8 +128,10 @@ def _majority(ballots: Sequence[tuple[bool, str | None]], k: int) -> float:
 
 
 def answer_statistics(records: Iterable[dict]) -> dict:
-    """Count how the answers ended: `num_answers`, `mean_tokens` (None without answers), `cut_share`, `loop_share`,
-    `num_unparsed`, `num_fallback`, `num_out_of_time`, `num_several`.
+    """Count how the answers ended.
+
+    `num_answers`, `mean_tokens` (None without answers), `cut_share`, `loop_share`, `num_unparsed`, `num_fallback`,
+    `num_out_of_time`, `num_several`.
 
     `cut_share` were ended by the length limit, `loop_share` end in a loop (`ends_in_loop`); `num_unparsed` and the
     numbers of flags are there for tasks that count it. Records without a `finish` are left out; nothing is counted

@@ -27,7 +27,7 @@ MIN_PROMPT_TOKENS = 256
 MAX_ITEMS = 2**20
 AVAILABLE = "available"  # among the names of a setting: those whose rows are at hand
 
-# What many tasks have: where their files lie, how many prompts are made, which k of pass@k are reported, how long
+# Settings of many tasks: where their files lie, how many prompts are made, which k of pass@k are reported, how long
 # prompts may be before they lose their middle (None: what the model takes).
 DataDir = Annotated[str | None, Text()]
 Items = Annotated[int, Whole(1, MAX_ITEMS, unit="prompts")]
@@ -46,7 +46,8 @@ MaxPromptTokens = Annotated[
 ]
 
 # Takes what is done while a task is loaded, and its number of steps; gives a context for the time of the work, with a
-# function to call after each step. A task knows nothing of bars and terminals: who loads it says how work is shown.
+# function to call after each step. A task does not depend on bars and terminals: its loader passes the display of
+# progress.
 Watcher = Callable[[str, int], AbstractContextManager[Callable[[], None]]]
 _watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
 
@@ -72,7 +73,7 @@ class Limit:
     """The samples of each subset in a run: at most `count` of them, or all `after` so many.
 
     They are a random sample, or the `first` ones of the file: files are often sorted, by length or by topic, and their
-    beginning is no sample of the benchmark. Those after the first 100 are none that `first:100` asks.
+    beginning is no sample of the benchmark. `first:100` has none of those after the first 100.
     """
 
     count: int
@@ -127,11 +128,11 @@ class Ask:
     protocol: Protocol
 
     def drawn(self, rows: Sequence[Any], subset: str) -> list[Any]:
-        """The rows of a subset that are asked, in their order."""
+        """Selected rows of a subset, in order."""
         return list(rows) if self.limit is None else [rows[at] for at in self.limit.of(len(rows), subset)]
 
     def items(self, wanted: int) -> int:
-        """The number of prompts to make where the task wants so many.
+        """Number of prompts to make, of those that the task has.
 
         Raises:
             ValueError: The limit leaves out the first of a file's rows, and there is no file.
@@ -153,7 +154,7 @@ class Task(ABC):
     for the task; `kind`, the class of what an experiment gets.
 
     Args:
-        name: Which task it is.
+        name: Name of the task.
 
     Raises:
         ValueError: Names the first setting that may not be what it is, its value and what is allowed.
@@ -173,7 +174,7 @@ class Task(ABC):
 
         Args:
             model: A model without weights; its tokenizer is used.
-            protocol: The way that prompts are asked.
+            protocol: Form of the prompts.
 
         Raises:
             ValueError: Names the task, the model and the remedy.
@@ -190,8 +191,10 @@ class Task(ABC):
 
     @classmethod
     def reads_folder(cls, folder: str) -> bool:
-        """Tell whether a folder of data may be named to the task: always where the task cannot do without its data;
-        else where the folder holds some of it."""
+        """Tell whether a folder of data applies to the task.
+
+        Always where the task cannot do without its data; else where the folder holds some of it.
+        """
         return True
 
     def data(self, seed: int, protocol: Protocol) -> Any:
@@ -226,10 +229,10 @@ class Task(ABC):
         Args:
             ask: Its protocol goes into each result row.
             requests: The prompts.
-            notes: What else goes into each result row.
+            notes: Further fields of each result row.
             references: Sample id -> what its answer is scored against, as JSON types; None where there is nothing.
             scorer: See `TaskSet`, as for `more`.
-            rows: Where samples were read from; the rows that were set aside, the copies, and unused fields are named.
+            rows: Sources of the samples; the rows that were set aside, the copies, and unused fields are named.
         """
         if references is None:
             references = {request.sample_id: None for request in requests}
@@ -256,8 +259,11 @@ def source(rows: Rows, whole: int = 0) -> dict[str, Any]:
 def names_of(
     known: Sequence[str], groups: Mapping[str, Sequence[str]] | None = None, *, of_files: bool = False
 ) -> Several:
-    """The rule of a setting that lists names; `groups` are short names that stand for several of the known ones. Names
-    `of_files` may have `AVAILABLE` among them, see `at_hand_of`."""
+    """Rule of a setting that lists names.
+
+    `groups` are short names that stand for several of the known ones. Names `of_files` may have `AVAILABLE` among them,
+    see `at_hand_of`.
+    """
     name = Choice((*(groups or ()), *known, *((AVAILABLE,) if of_files else ())))
     return Several(name, alone=name)
 
@@ -275,9 +281,10 @@ def at_hand_of(
     file_of: Callable[[str], DataFile],
     data_dir: str | None,
 ) -> tuple[list[str], list[str]]:
-    """The names that a setting chooses, and those that it leaves out as their rows lie neither in the folder nor in the
-    local caches. It leaves out none unless `AVAILABLE` stands there: alone, it is of the usual names. Where no row of
-    any lies there, all are chosen, so that who reads them names all.
+    """Names that a setting chooses, and those left out because their rows are not available.
+
+    Rows are in the folder or in the local caches. None is left out unless `AVAILABLE` is listed: alone, it is of the
+    usual names. Where no row of any is there, all are chosen, so that the reader's error names all.
 
     Args:
         value: The setting, of the rule `names_of` with files.

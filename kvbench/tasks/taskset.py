@@ -37,21 +37,22 @@ class TaskSet:
         name: Name of the task.
         protocol: Every choice of how the task is posed and scored, as JSON types; it goes into each result row.
         fingerprint: 64 hex digits over prompts, reference answers and the code that makes and scores them.
-        requests: What to ask, subset by subset.
+        requests: Requests, subset by subset.
         quarantined: Rows that were set aside: `file`, `line`, `reason`.
-        copies: Rows that are the same as earlier ones, or have the same id, likewise; they are asked and counted again.
+        copies: Rows that are the same as earlier ones, or have the same id, as `file` and `line`; they are prompted and
+            counted again.
         unused: Fields of the rows that nothing reads, as `file: field, field`, a text for each file.
         sources: Where the rows were read: `file` (its name and folder), how many `rows` it had, and `of` how many that
             of the benchmark has, where it is known.
         missing: Subsets that were left out, as their data is not at hand.
-        weighting: What weighs the same in the mean over subsets: every `subset`, or every `sample`.
+        weighting: Unit of equal weight in the mean over subsets: `subset` or `sample`.
         metrics: Name -> meaning of every score that `score` returns.
         primary: The metric that stands for the task.
         scorer: (sample id, answer without its thoughts) -> scores.
         turn_scorer: (sample id, which answer of the conversation from 0, answer without its thoughts) -> scores; for
             tasks whose requests have turns.
         grading_limit_s: Longest time to grade one answer, wall time; None for a grader that has limits of its own.
-        grading_workers: How many answers may be graded at a time while the model goes on with the next; for a grader
+        grading_workers: Most answers graded at a time while the model goes on with the next; for a grader
             that waits for other processes and may be called from several threads. 0: each where it comes up.
         by: Keys of the records' `meta` by which the scores are also reported, for example `length`. Conversations are
             reported by turn, too.
@@ -76,8 +77,10 @@ class TaskSet:
     by: tuple[str, ...] = ()
 
     def score(self, request: Request, text: str) -> dict[str, float]:
-        """Score one answer as it was generated: metric -> value in [0, 1], for every name in `metrics`, and 1 for each
-        of `FLAGS` that the scorer set."""
+        """Score one generated answer: metric -> value in [0, 1].
+
+        For every name in `metrics`, and 1 for each of `FLAGS` that the scorer set.
+        """
         scores = self.scorer(request.sample_id, graded_text(request, text))
         return {name: float(scores[name]) for name in (*self.metrics, *(flag for flag in FLAGS if scores.get(flag)))}
 
@@ -139,7 +142,7 @@ class TaskSet:
         return result
 
     def _by(self, records: list[dict], key: str) -> dict[str, dict]:
-        """The scores by a key of `meta`: over several subsets, their mean as it is over all."""
+        """Mean scores by a key of `meta`, over several subsets weighted as over all."""
         groups = {}
         for name, some in _group(records, lambda r: str(r["meta"][key])).items():
             groups[name] = whole = self._mean(some)

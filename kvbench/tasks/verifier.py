@@ -1,7 +1,8 @@
 """math-verify in a process of its own, which a time limit can end whatever it is doing.
 
 sympy may chew on ten characters for hours, in C code that no exception interrupts, or take all memory. Alarms inside
-math-verify reach the main thread only, and what they stop counts as a wrong answer without a word."""
+math-verify reach the main thread only, and what they stop counts as a wrong answer without a word.
+"""
 
 import atexit
 import contextlib
@@ -65,7 +66,7 @@ class Verifier:
         raise RuntimeError(f"the process of math-verify ended with code {code}; does `import math_verify` work?")
 
     def _start(self) -> "subprocess.Popen[bytes]":
-        # -P: the files beside this one must not stand for the modules of others.
+        # -P: the files next to this one must not shadow modules.
         words = [sys.executable, "-P", __file__, str(self._cpu_s)]
         pipe = subprocess.PIPE
         return subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, start_new_session=True)
@@ -134,8 +135,10 @@ def _relative(near: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Tell whether two sympy expressions are one number: exactly, or to `DECIMALS` digits where one has decimals; also
-    True where they are no numbers."""
+    """Tell whether two sympy expressions are one number.
+
+    Exactly, or to `DECIMALS` digits where one has decimals; also True where they are no numbers.
+    """
     from sympy import Expr, Float, Rational
 
     if not isinstance(a, Expr) or not isinstance(b, Expr):

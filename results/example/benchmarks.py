@@ -75,8 +75,10 @@ def pack(source: Path, to: Path = STUDY, states: Sequence[str] = ("complete",)) 
 
 
 def _own(record: Any) -> Any:
-    """A sample without what is the benchmark's. Answers repeat the problem, so of each stays which tokens are equal:
-    enough for its length and for loops."""
+    """A sample without the benchmark's texts.
+
+    Answers repeat the problem, so of each only the equality of tokens is kept: enough for its length and for loops.
+    """
     kept = {name: value for name, value in record.items() if name != "gold"}
     facts = {name: value for name, value in record["meta"].items() if name in OWN}
     first: dict[int, int] = {}

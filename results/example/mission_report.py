@@ -101,14 +101,7 @@ def pictures(study: Path, folder: Path) -> None:
                 f"methods=[{','.join(methods)}]",
             ]
             out = folder / f"{task}_{model}_{name}"
-            more = [
-                "incomplete=true",
-                "kinds=[png]",
-                "axes=[resident]",
-                f"out={out}",
-                f"results_dir={drawn}",
-                *LABELS,
-            ]
+            more = ["incomplete=true", "kinds=[png]", "axes=[resident]", f"out={out}", f"results_dir={drawn}", *LABELS]
             more.append(f"methods=[{','.join(methods)}]")
             if kvbench(["report", "view=pareto", *asked, *more]):
                 continue  # nothing of it is there

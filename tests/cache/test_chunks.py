@@ -151,7 +151,7 @@ def test_what_is_measured_beside_the_score_is_shown_by_its_name():
     """Under `also`, in their order and apart from the score, in every chunk but the first one's plan alike."""
 
     @dataclass(frozen=True)
-    class Beside(Statistic):
+    class WithFurther(Statistic):
         """The position as the score, and two numbers that follow from it."""
 
         also = ("tenfold", "negative")
@@ -166,7 +166,7 @@ def test_what_is_measured_beside_the_score_is_shown_by_its_name():
 
         def __post_init__(self):
             super().__post_init__()
-            self.score_by(Beside())
+            self.score_by(WithFurther())
 
         def plan_prefill(self, view):
             shown.append(view)

@@ -67,14 +67,14 @@ def test_without_rounding_nothing_changes(tiny_model, name, backend):
         request("a", random_tokens(70), gold=random_tokens(9, seed=3), max_new_tokens=11),
         request("b", random_tokens(50, seed=1), random_tokens(12, seed=2), max_new_tokens=11),
     ]
-    plain, turned = (
+    plain, rotated = (
         answers(loaded, POLICIES[name], asked, batch_size=2, backend=backend, rotation=kind)
         for kind in ("none", "hadamard")
     )
     for key, one in plain.items():
-        assert (one.token_ids, one.ledger, one.kept) == (turned[key].token_ids, turned[key].ledger, turned[key].kept)
+        assert (one.token_ids, one.ledger, one.kept) == (rotated[key].token_ids, rotated[key].ledger, rotated[key].kept)
         if one.fidelity is not None:
-            assert turned[key].fidelity["nll"] == pytest.approx(one.fidelity["nll"], abs=1e-4)
+            assert rotated[key].fidelity["nll"] == pytest.approx(one.fidelity["nll"], abs=1e-4)
 
 
 @pytest.mark.parametrize("tier", ["int4", "k4v2", "k2v2"])
@@ -122,7 +122,7 @@ def test_statistics_see_what_the_model_gave():
 
 
 def test_keys_without_positions_are_refused():
-    """The rotary embedding is put on in the model's channels, so such keys cannot be turned before."""
+    """The rotary embedding is put on in the model's channels, so such keys cannot be rotated before."""
     inv_freq = 10000.0 ** -(torch.arange(4) / 4)
     with refused("settings-conflict", "store.rotation", "StreamingLLM", "position_mode=cache_relative"):
         make_store(StreamingLLM(budget=40, position_mode="cache_relative"), inv_freq=inv_freq, rotation="hadamard")
@@ -133,21 +133,21 @@ def test_keys_without_positions_are_refused():
         make_store(SnapKV(budget=0.5), rotation="random")
 
 
-@pytest.mark.parametrize("turned", ["keys", "both"])
-def test_a_format_may_turn_keys_alone_or_both_sides(tiny_model, turned):
+@pytest.mark.parametrize("sides", ["keys", "both"])
+def test_a_format_may_turn_keys_alone_or_both_sides(tiny_model, sides):
     """In the model's own type nothing changes: what a tier turns on the way in, the store turns back."""
     loaded = tiny_model("llama", "gqa3", 64)
     asked = [request("a", random_tokens(60), random_tokens(9, seed=2), gold=random_tokens(5, seed=3))]
     plain, other = (
-        answers(loaded, Uniform(tier=Tier(native=True, rotated=how)), asked)["a", 0] for how in ("none", turned)
+        answers(loaded, Uniform(tier=Tier(native=True, rotated=how)), asked)["a", 0] for how in ("none", sides)
     )
     assert (plain.token_ids, plain.ledger) == (other.token_ids, other.ledger)
-    store = make_store(Uniform(tier=Tier(native=True, rotated=turned)), head_dim=64)
+    store = make_store(Uniform(tier=Tier(native=True, rotated=sides)), head_dim=64)
     row, (k, v) = store.open_row(), torch.randn(2, 1, 20, 64)
     store.prefill_layer(row, 0, torch.randn(1, 20, 64), k, v, 0.125)
     held_k, held_v = store.pages.read(0, *store.pages.table.lookup(torch.zeros(20, dtype=int), 0, torch.arange(20)))
     assert torch.allclose(held_k, k[0] @ hadamard(64), atol=1e-5)
-    assert torch.allclose(held_v, v[0] @ hadamard(64) if turned == "both" else v[0], atol=1e-5)
+    assert torch.allclose(held_v, v[0] @ hadamard(64) if sides == "both" else v[0], atol=1e-5)
 
 
 def test_a_rotated_format_is_refused_where_positions_come_later():

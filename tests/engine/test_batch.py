@@ -34,13 +34,13 @@ def by_row():
     model.model.set_attn_implementation("sdpa")
 
 
-def mixed(count: int, seed: int = 0, longest: int = 24, beside: int = 0) -> list:
+def mixed(count: int, seed: int = 0, longest: int = 24, extra_tokens: int = 0) -> list:
     """Requests of unequal lengths, the usual and the odd: two answers that are drawn, texts that are forced, choices,
     and questions about one context; prompts have at least so many tokens as lie beside pages."""
     dice, asked, context = random.Random(seed), [], random_tokens(30, seed=99)
     for index in range(count):
         fields = {"max_new_tokens": dice.randint(longest // 3, longest)}
-        prompt = [random_tokens(beside + dice.randint(8, 60), seed=index)]
+        prompt = [random_tokens(extra_tokens + dice.randint(8, 60), seed=index)]
         kind = index % 6
         if kind == 1:
             fields |= {"num_samples": 2, "temperature": 1.0}
@@ -102,7 +102,7 @@ def test_a_pool_that_is_too_small_costs_nothing_but_time(by_row, name):
     """Tokens, bytes, what was kept and what was forced are those of single runs, bit by bit, with room for two or three
     of the largest requests."""
     policy = method_of(name)
-    requests = mixed(5, longest=9, beside=policy.residual.num_tokens if policy.residual else 0)
+    requests = mixed(5, longest=9, extra_tokens=policy.residual.num_tokens if policy.residual else 0)
     want, most = alone(by_row, policy, requests)
     got, _ = together(by_row, policy, requests, 1.6 * most, batch_size=4)
     assert got == want and {one["status"] for one in got.values()} == {"ok"}
@@ -113,7 +113,7 @@ def test_a_pool_that_is_too_small_costs_nothing_but_time(by_row, name):
 def test_200_requests_in_a_pool_that_is_too_small(by_row, name):
     """The same of many."""
     policy = method_of(name)
-    requests = mixed(200, seed=1, beside=policy.residual.num_tokens if policy.residual else 0)
+    requests = mixed(200, seed=1, extra_tokens=policy.residual.num_tokens if policy.residual else 0)
     want, most = alone(by_row, policy, requests)
     assert together(by_row, policy, requests, 1.6 * most, batch_size=4)[0] == want
 

@@ -57,7 +57,7 @@ def test_a_text_that_is_forced_without_an_answer(loaded, method):
     answer."""
     gold = random_tokens(70, seed=5)
     alone = request("a", random_tokens(50), gold=gold, max_new_tokens=0, min_new_tokens=0)
-    beside = request("b", random_tokens(50), gold=gold, max_new_tokens=70)
+    answering = request("b", random_tokens(50), gold=gold, max_new_tokens=70)
     steps = []
     found = answers(
         loaded,
@@ -66,7 +66,7 @@ def test_a_text_that_is_forced_without_an_answer(loaded, method):
         fidelity_max_tokens=None,
         on_step=lambda running, step: steps.append(step["live_rows"]),
     )["a", 0]
-    other = answers(loaded, NATIVE_METHODS[method], [beside], fidelity_max_tokens=None)["b", 0]
+    other = answers(loaded, NATIVE_METHODS[method], [answering], fidelity_max_tokens=None)["b", 0]
     assert set(steps) == {1} and len(steps) == 69
     assert (found.text, found.token_ids, found.finish, found.status) == ("", [], "none", "ok")
     assert found.fidelity["nll"] == pytest.approx(other.fidelity["nll"], rel=1e-4)

@@ -53,7 +53,7 @@ def test_logits_are_near_the_plain_model_s(models, method: str):
 
 def test_the_write_of_a_token_rotates_it(models):
     """And no other launch; behind a residual buffer, one does."""
-    for method, turned in (("full", 0), ("kivi residual_tokens=8 group=8", 2)):
+    for method, rotations in (("full", 0), ("kivi residual_tokens=8 group=8", 2)):
         runner = Runner(models[1], choices.make_method(method), backend="triton")
         runner.reserve(rows=1, prompt_tokens=9, new_tokens=4)
         row, _ = runner.read(random_tokens(9, 1))
@@ -65,7 +65,7 @@ def test_the_write_of_a_token_rotates_it(models):
 
         with parts.recording(note):
             runner.step([row], [5])
-        assert (launched.count("_turn_both"), launched.count("_angles")) == (turned, 1)
+        assert (launched.count("_turn_both"), launched.count("_angles")) == (rotations, 1)
         assert launched.count("_norm_row") == 5 and launched.count("_gate_rows") == 2
 
 

@@ -111,13 +111,13 @@ def real_blocks(embedded_model: LoadedModel) -> tuple[torch.Tensor, torch.Tensor
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("is_rotated", [False, True])
 @pytest.mark.parametrize("name", GGML)
-def test_a_million_codes_of_real_keys_and_values_are_llama_cpp_s(name: str, turned: bool, real_blocks):
-    """As a model makes them, and turned by a Hadamard matrix over the 64 channels of a head, as llama.cpp does."""
+def test_a_million_codes_of_real_keys_and_values_are_llama_cpp_s(name: str, is_rotated: bool, real_blocks):
+    """As a model makes them, and rotated by a Hadamard matrix over the 64 channels of a head, as llama.cpp does."""
     for x in real_blocks:
         assert len(x) >= 1_000_000
-        if turned:
+        if is_rotated:
             x = (x.view(-1, 64) @ (torch.from_numpy(linalg.hadamard(64)) / 8).float()).view(-1, GGML_BLOCK)
         for part in x.split(100_000):
             assert_equal_to_llama_cpp(part, name)

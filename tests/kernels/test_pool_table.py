@@ -56,8 +56,8 @@ class TableMachine(RuleBasedStateMachine):
             self.pages(self.count[n, tier] + c, tier) - len(self.owned[n, tier])
             for n, c in zip(lists, counts, strict=True)
         ]
-        beside = {0: 1, 1: 0, 2: 3, 3: 2}[tier]  # the other end of the same table
-        other = [len(self.owned[n, beside]) if beside < len(self.tokens) else 0 for n in lists]
+        other_tier = {0: 1, 1: 0, 2: 3, 3: 2}[tier]  # the other end of the same table
+        other = [len(self.owned[n, other_tier]) if other_tier < len(self.tokens) else 0 for n in lists]
         full = any(
             len(self.owned[n, tier]) + k + o > self.max_pages for n, k, o in zip(lists, need, other, strict=True)
         )

@@ -108,5 +108,5 @@ def test_a_share_of_what_was_seen_is_kept_to_at_every_step(tiny_model, name, sha
         block, coming = getattr(policy, "block", 0), policy.compaction.every if policy.compaction else 0
         assert held >= min(allowed, kept["tokens_seen"]) - 2 * block - max(coming, 1)
     (single,) = answers(loaded, policy, asked[1:2]).values()
-    beside = outcomes[asked[1].sample_id, 0]
-    assert single.token_ids == beside.token_ids and single.kept == beside.kept
+    batched = outcomes[asked[1].sample_id, 0]
+    assert single.token_ids == batched.token_ids and single.kept == batched.kept

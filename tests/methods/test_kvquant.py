@@ -126,12 +126,12 @@ def test_a_later_segment_is_coded_as_it_comes(bits, sinks, outliers):
     row = read(store, 17, q, k, v)
     assert store.takes_chunks
     for layer in range(LAYERS):
-        turned_q, turned_k, coded = rotated(q[layer]), rotated(k[layer]), rotated(want_k[layer])
-        out = store.append_chunk(row, layer, turned_q[:, 17:29], turned_k[:, 17:29], v[layer, :, 17:29], SCALE)
+        rotated_q, rotated_k, coded = rotated(q[layer]), rotated(k[layer]), rotated(want_k[layer])
+        out = store.append_chunk(row, layer, rotated_q[:, 17:29], rotated_k[:, 17:29], v[layer, :, 17:29], SCALE)
         for at in range(17, 29):
-            keys = torch.cat([coded[:, :17], turned_k[:, 17 : at + 1]], 1)
+            keys = torch.cat([coded[:, :17], rotated_k[:, 17 : at + 1]], 1)
             values = torch.cat([want_v[layer, :, :17], v[layer, :, 17 : at + 1]], 1)
-            assert (out[:, at - 17] - plain_attention(turned_q[:, at], keys, values, SCALE)).abs().max() < 2e-3
+            assert (out[:, at - 17] - plain_attention(rotated_q[:, at], keys, values, SCALE)).abs().max() < 2e-3
     out = step(store, row, 29, q, k, v)
     for layer in range(LAYERS):
         expected = plain_attention(rotated(q[layer])[:, 29], rotated(want_k[layer]), want_v[layer], SCALE)

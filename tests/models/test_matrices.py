@@ -253,9 +253,9 @@ def test_layers_that_are_not_plain_stay_what_they_are():
     class Other(torch.nn.Linear):
         pass
 
-    turned = torch.nn.Linear(6, 4)
-    turned.weight = torch.nn.Parameter(torch.randn(6, 4).T)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 6), Other(6, 6), turned)
+    transposed = torch.nn.Linear(6, 4)
+    transposed.weight = torch.nn.Parameter(torch.randn(6, 4).T)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6), Other(6, 6), transposed)
     assert matrices.stream(model) == 1
     assert [type(layer) for layer in model] == [StreamedLinear, Other, torch.nn.Linear]
 

@@ -64,8 +64,8 @@ def test_the_seal_is_of_run_and_content():
     """Another run, another value or no seal gives no record; another order of the keys is the same record."""
     found = read_line(GOOD, RUN)
     assert found.record == record(0) and not found.fault
-    turned = json.dumps(dict(reversed(json.loads(GOOD).items()))).encode()
-    assert read_line(turned, RUN).record == record(0)
+    reordered = json.dumps(dict(reversed(json.loads(GOOD).items()))).encode()
+    assert read_line(reordered, RUN).record == record(0)
     assert read_line(FOREIGN, OTHER).record == record(0)
 
 

@@ -10,7 +10,7 @@ its name, Hydra composes nothing twice and only a sweep's picture is drawn, as i
     seconds  when to kill it; null = not
     at       which call below the folder goes wrong, from 1 on; 0 = none
     kind     how: kill, torn (half of a write is done before the kill), eio, enospc, short (half of a write is done)
-    beside   true: the child works on while further lines are answered; this line's answer has its `pid`, and a line
+    background  true: the child works on while further lines are answered; this line's answer has its `pid`, and a line
              with this pid as `ended` is answered with how it ended: null where it is at work and `wait` is false
 """
 
@@ -127,7 +127,7 @@ def answer(task: dict) -> dict:
     if "ended" in task:
         found, status = os.waitpid(task["ended"], 0 if task["wait"] else os.WNOHANG)
         return {"ended": how(status) if found else None}
-    if not task.get("beside"):
+    if not task.get("background"):
         return run(task)
     with open(os.devnull, "r+b") as nowhere:
         return {"pid": begin(task, nowhere, nowhere.fileno())}

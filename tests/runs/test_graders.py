@@ -50,9 +50,9 @@ def test_results_come_in_order_in_the_callers_thread(workers):
         taken.append(number)
         threads.add(threading.current_thread())
 
-    with GraderPool(workers) as beside:
+    with GraderPool(workers) as pool:
         for number in range(40):
-            beside.do(lambda number=number: work(number), take)
+            pool.do(lambda number=number: work(number), take)
             assert number + 1 - len(taken) <= 4 * workers, "at most four results wait for each worker"
     assert taken == list(range(40)) and threads == {threading.current_thread()}
     assert most[0] <= max(workers, 1) and (workers < 2 or most[0] > 1)
@@ -62,16 +62,16 @@ def test_a_result_is_handed_out_when_it_is_there():
     """Not before, and not only at the end; one that is late holds back those behind it."""
     gates = [threading.Event() for _ in range(3)]
     taken = []
-    with GraderPool(3) as beside:
+    with GraderPool(3) as pool:
         for number, gate in enumerate(gates):
-            beside.do(lambda number=number, gate=gate: gate.wait(20) and number, taken.append)
+            pool.do(lambda number=number, gate=gate: gate.wait(20) and number, taken.append)
         gates[1].set()
-        beside.hand_out()
+        pool.hand_out()
         assert taken == []
         gates[0].set()
         end = time.monotonic() + 10
         while len(taken) < 2 and time.monotonic() < end:
-            beside.hand_out()
+            pool.hand_out()
         assert taken == [0, 1]
         gates[2].set()
     assert taken == [0, 1, 2]
@@ -81,28 +81,28 @@ def test_a_result_is_handed_out_when_it_is_there():
 def test_errors_are_the_callers(workers):
     """Of the work and of what takes its result; what was done before is handed out."""
     taken = []
-    with pytest.raises(LookupError, match="in the work"), GraderPool(workers) as beside:
-        beside.do(lambda: 1, taken.append)
-        beside.do(raising(LookupError("in the work")), taken.append)
+    with pytest.raises(LookupError, match="in the work"), GraderPool(workers) as pool:
+        pool.do(lambda: 1, taken.append)
+        pool.do(raising(LookupError("in the work")), taken.append)
     assert taken == [1]
-    with pytest.raises(OSError, match="full"), GraderPool(workers) as beside:
-        beside.do(lambda: 1, raising(OSError("full")))
+    with pytest.raises(OSError, match="full"), GraderPool(workers) as pool:
+        pool.do(lambda: 1, raising(OSError("full")))
 
 
 def test_a_caller_that_fails_waits_for_nothing():
     """What is done is handed out, what runs is left behind, what waits is never begun."""
     gate, begun, taken = threading.Event(), [], []
     start = time.monotonic()
-    with pytest.raises(KeyboardInterrupt), GraderPool(1) as beside:
-        beside.do(lambda: 1, taken.append)
-        while not beside._pending[0][0].done():
+    with pytest.raises(KeyboardInterrupt), GraderPool(1) as pool:
+        pool.do(lambda: 1, taken.append)
+        while not pool._pending[0][0].done():
             time.sleep(0.001)
         for number in range(3):
-            beside.do(lambda number=number: begun.append(number) or gate.wait(20), taken.append)
+            pool.do(lambda number=number: begun.append(number) or gate.wait(20), taken.append)
         raise KeyboardInterrupt
     assert time.monotonic() - start < 10 and taken == [1]
     gate.set()
-    for thread in beside._threads:
+    for thread in pool._threads:
         thread.join(10)
     assert begun in ([], [0])
 

@@ -64,11 +64,11 @@ def test_three_shards_are_the_whole_run(tmp_path):
 
 
 class Started:
-    """A slow run of fakes in a process of its own, which works beside others; see killed_sweep.py."""
+    """A slow run of fakes in a process of its own, which works alongside others; see killed_sweep.py."""
 
     def __init__(self, server, results, shard=None):
         self.ask, self.ended = server.ask, None
-        self.pid = server("fake", results, at=None, beside=True, shard=shard)["pid"]
+        self.pid = server("fake", results, at=None, background=True, shard=shard)["pid"]
 
     def poll(self, wait=False):
         """How it ended: `killed` or its exit code; None while it works."""

@@ -119,8 +119,8 @@ def test_a_window_longer_than_the_first_glance_is_seen():
 def test_rotated_channels_are_projected():
     """A rotation, of the store or of a format, changes no byte (it once failed: one channel stands for all)."""
     shape, int4 = find_shape("smollm2-135m").store_shape, method_of("int4")
-    plain, turned = (project(int4, shape, 300, 2, StoreOptions(rotation=kind))[1] for kind in ("none", "hadamard"))
-    assert plain == turned
+    plain, rotated = (project(int4, shape, 300, 2, StoreOptions(rotation=kind))[1] for kind in ("none", "hadamard"))
+    assert plain == rotated
     assert project(method_of("turboquant_3bit"), shape, 300, 2)[1].resident_bytes < plain.resident_bytes
 
 

@@ -149,9 +149,9 @@ def alike(shape: NamedShape) -> tuple:
     """What of a shape is counted."""
     store = shape.store_shape
     heads = store.num_layers, store.num_q_heads, store.num_kv_heads, store.head_dim, store.dtype, store.keys_only
-    beside = [(each.num_layers, each.window, each.num_kv_heads, each.head_dim) for each in store.other_kinds]
+    others = [(each.num_layers, each.window, each.num_kv_heads, each.head_dim) for each in store.other_kinds]
     states = shape.state_layers, store.state_bytes
-    return heads, beside, states, store.inv_freq is None, shape.context, shape.parameters, store.fp16_bytes(LENGTH)
+    return heads, others, states, store.inv_freq is None, shape.context, shape.parameters, store.fp16_bytes(LENGTH)
 
 
 @pytest.mark.parametrize("name", few(presets(), "gemma3-12b", "gpt-oss-20b", "lfm2-1.2b", "phi4-mini", "smollm2-135m"))

@@ -78,8 +78,8 @@ def test_hopeless_fidelity_ends_no_run(size):
     for ever; beside a subset of ordinary ones, too."""
     found = estimate({"a": [size * number / 11 for number in range(1, 12)]})
     assert found.low < found.value < found.high
-    beside = estimate({"a": [size * number / 11 for number in range(1, 12)], "b": [0.25] * 9})
-    assert beside.low <= beside.value <= beside.high
+    mixed = estimate({"a": [size * number / 11 for number in range(1, 12)], "b": [0.25] * 9})
+    assert mixed.low <= mixed.value <= mixed.high
     steps = {"a": [(size * number / 11, 0.0) for number in range(1, 12)]}
     made = paired(steps, bounded=False)
     assert made.interval[0][0] > 0

@@ -97,8 +97,10 @@ class Quality:
 
 
 def counts(quality: Quality, target: Target) -> bool:
-    """True where a measurement is evidence for a model and a context: of the model itself, or of one of nearly its
-    size, on prompts of nearly the length."""
+    """True where a measurement is evidence for a model and a context.
+
+    It is of the model itself, or of one of nearly its size, on prompts of nearly the length.
+    """
     if quality.same_model:
         return True
     known = presets().get(quality.model)
@@ -168,8 +170,11 @@ class Advice:
 
     @cached_property
     def worst(self) -> Quality | None:
-        """The measurement that counts: on the same model, where there is any; of one task that with the most samples;
-        of tasks with as many samples, nearly, the one that leaves most loss open."""
+        """The decisive measurement: on the same model, where there is any.
+
+        Of one task that with the most samples; of tasks with nearly as many samples, the one with the greatest possible
+        loss.
+        """
         best = any(item.same_model for item in self.quality)
         best_known = [item for item in self.quality if item.same_model == best]
         most = max((item.num_samples for item in best_known), default=0)

@@ -41,8 +41,10 @@ class Line:
 
 
 def lines_of(name: str, policy: Policy, shape: ModelShape, prompt: int, answer: int, store: StoreOptions) -> list[Line]:
-    """The lines of a method behind a prompt of so many tokens: what it holds (the least and the most, where the text
-    decides), and what it reads in a step where it chooses. Page tables are those of an answer that ends there."""
+    """Lines of a method after a prompt of `prompt` tokens: its bytes held, and read per step where it selects pages.
+
+    Held bytes are the least and the most, where the text decides. Page tables are those of an answer that ends there.
+    """
     method = name.split()[0]
     apart = -(-answer // POINTS)
     apart = apart if 2 * apart <= PERIOD else -(-apart // PERIOD) * PERIOD

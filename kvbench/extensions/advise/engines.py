@@ -78,7 +78,7 @@ def flags_of(policy: "Policy", num_layers: int | None = None) -> list[str]:
 
     Args:
         policy: Any method.
-        num_layers: Of the model, where it is known: layers that are counted from the end need it.
+        num_layers: Layers of the model, if known: layers that are counted from the end need it.
     """
     from kvbench.policy import ByLayer
 
@@ -162,7 +162,7 @@ def _is_of(programs: Sequence[str], words: Sequence[str]) -> bool:
 
 
 def _flags(words: Sequence[str]) -> dict[str, list[str]]:
-    """Flag -> the words behind it, up to the next one; vLLM's and SGLang's may have underscores."""
+    """Flag -> the words after it, up to the next one; vLLM's and SGLang's may have underscores."""
     flags: dict[str, list[str]] = {}
     last: list[str] = []
     for word in words:

@@ -1,5 +1,7 @@
-"""Notes of `kvbench advise` on evidence of others: the repository's studies, their validity for an unmeasured model,
-and papers' numbers."""
+"""Notes of `kvbench advise` on evidence of others.
+
+The repository's studies, their validity for an unmeasured model, and papers' numbers.
+"""
 
 import math
 from collections import Counter
@@ -27,8 +29,10 @@ def studies(ranked: Sequence[Advice]) -> list[str]:
 
 
 def carried(ranked: Sequence[Advice], target: Target, metric: str) -> list[str]:
-    """Say which results of the studies of other models apply to an unmeasured one, and which do not: their
-    common order of the methods, and how far one method's losses lie apart."""
+    """State which results of the studies of other models apply to an unmeasured one, and which do not.
+
+    Their common order of the methods, and how far one method's losses differ.
+    """
     every = [quality for item in ranked for quality in item.quality]
     if any(quality.same_model for quality in every) or not any(quality.study for quality in every):
         return []

@@ -1,5 +1,4 @@
-"""One recommendation: the setting, its bytes, its measurements, the risk with its bound, and the run that would
-decide."""
+"""One recommendation: the setting, its bytes, its measurements, the bounded risk, and the run that would decide."""
 
 import math
 import shlex
@@ -40,16 +39,20 @@ class Choice:
 
 
 def evidence_of(item: Advice) -> Quality | None:
-    """The measurement of a method that counts for the target model: its own before that of a model near
-    it, and of these the one with more samples; None where nothing near was measured."""
+    """Measurement of a method that counts for the target model; None where nothing near was measured.
+
+    On the model itself before a model near it, and of these the one with more samples.
+    """
     target = item.target
     qualities = [quality for quality in item.quality if counts(quality, target)]
     return max(qualities, key=lambda quality: (quality.same_model, quality.num_samples), default=None)
 
 
 def choose(ranked: Sequence[Advice]) -> Choice | None:
-    """Choose among the methods that fit and save: the smallest that is proven, else of those that an estimate speaks
-    for the one that leaves least loss open, else the gentlest that no estimate refutes, an engine's own before others.
+    """Choose among the methods that fit and save bytes.
+
+    The smallest that is proven; else, of those with a favourable estimate, the one with the least possible loss; else
+    the gentlest that no estimate refutes, an engine's methods before others.
     """
     full = next((item.total_bytes for item in ranked if item.method == FULL), None)
     fitting = [item for item in ranked if item.method != FULL and _fits(item) and _saves(item, full)]
@@ -74,8 +77,10 @@ def choose(ranked: Sequence[Advice]) -> Choice | None:
 
 
 def _lost_elsewhere(item: Advice) -> bool:
-    """True for a method that lost more than the margin wherever it was measured: no evidence for the target, and a
-    poor first choice."""
+    """True for a method that lost more than the margin wherever it was measured.
+
+    That is no evidence for the target, but a poor first choice.
+    """
     return bool(item.quality) and all(quality.lost > item.target.margin for quality in item.quality)
 
 

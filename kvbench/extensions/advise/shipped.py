@@ -31,8 +31,10 @@ def is_study(folder: object) -> bool:
 
 
 def shares_in_study(method: str, policy: object, model: str = "") -> tuple[list[float], str]:
-    """The shares of tiers that the studies measured of a method's policy, over all its runs on one model, and that
-    model: the wanted one where it was measured; none where no study has such a run."""
+    """Shares of tiers that the studies measured of a method's policy, over all its runs on one model, and that model.
+
+    The wanted one where it was measured; none where no study has such a run.
+    """
     filters = (None, None, [method])
     runs = [one for root in study_folders() for one in find_runs(root, {}, filters)]
     same = [one for one in runs if repr(policy_of(one[1].identity)) == repr(policy)]
@@ -76,8 +78,10 @@ def _rows(name: str) -> list[dict[str, str]]:
 
 @cache
 def losses(metric: str) -> list[StudyLoss]:
-    """Losses of a metric in the tables of the repository's studies: of the generated questions over both of their
-    lengths, of the benchmarks task by task. Empty where the studies are absent, or have no such metric."""
+    """Losses of a metric in the tables of the repository's studies; empty without studies or metric.
+
+    Of the generated questions over both of their lengths, of the benchmarks task by task.
+    """
     pooled = [row for row in _rows("measures.csv") if row["group"].startswith(POOLED)]
     both = [{"study": STUDY, "task": "longctx", "model": row["group"].rpartition(" ")[2], **row} for row in pooled]
     both += [{"study": BENCHMARKS, **row} for row in _rows("benchmarks.csv")]

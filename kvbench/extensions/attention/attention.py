@@ -1,6 +1,7 @@
-"""`kvbench calibrate what=attention` reads prompts with the full cache and draws statistics of its attention, as papers
-do before they propose a method: how scores and values spread, how few tokens matter, which channels stand out, what
-persists."""
+"""`kvbench calibrate what=attention`: statistics of attention with the full cache, as in papers before a method.
+
+How scores and values are distributed, how few tokens matter, which channels stand out, what persists.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -36,7 +37,7 @@ class Attention(Looks):
     """Reduces each layer's attention, keys and values of a prompt to what the pictures need.
 
     Args:
-        share: Of a query's attention that its critical tokens have together, in (0, 1).
+        share: Share of a query's attention that its critical tokens have together, in (0, 1).
         mapped: Layers of which the whole map is kept too, the mean over heads: 4 bytes x tokens^2 for each.
         top: Tokens that count as the heaviest ones of a head at a step.
     """
@@ -76,8 +77,10 @@ class Attention(Looks):
 
 
 def steps_of(tokens: int) -> tuple[int, int, int]:
-    """The queries that have been read at the first, the middle and the last step of the end of a prompt that stands for
-    an answer: of 64 tokens and more its last 32, so that these are steps 1, 16 and 32."""
+    """Queries read at the first, middle and last step of a prompt's end, which stands for an answer.
+
+    Of 64 tokens and more its last 32, so that these are steps 1, 16 and 32.
+    """
     behind = min(BEHIND, tokens // 2)
     return tokens - behind + 1, tokens - behind + behind // 2, tokens
 

@@ -1,5 +1,8 @@
-"""The pictures of `kvbench calibrate what=attention`: each is made from `Seen` of some prompts, layer by layer,
-and has its numbers as records for a CSV and one sentence for the terminal."""
+"""Pictures of `kvbench calibrate what=attention`.
+
+Each is made from `Seen` of some prompts, layer by layer, and has its numbers as records for a CSV and one sentence for
+the terminal.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,7 +37,7 @@ class Seen:
         critical: fp32 [query heads] share of the tokens that have most of a late query's attention.
         keys, values: fp32 [KV heads, tokens, head dim].
         variance: Over tokens, of the attention accumulated over all queries, as the mean over KV heads.
-        mapped: fp32 [tokens, tokens] attention of query by key, the mean over query heads; None unless asked for.
+        mapped: fp32 [tokens, tokens] attention of query by key, the mean over query heads; None unless requested.
         heaviest: int64 [3, query heads, top] the tokens with the most accumulated attention, at the first, the middle
             and the last step of the prompt's end.
     """
@@ -242,16 +245,20 @@ def persistence(prompts: Prompts, share: float) -> Made:
 
 
 def _persisting(windows: Tensor) -> list[float]:
-    """Of sums [windows, heads, tokens], the share of the heavy tokens of the second window that are heavy in each one
-    behind it; the first window sees only some of the tokens."""
+    """Share of the heavy tokens of the second window that are heavy in each later one.
+
+    From sums [windows, heads, tokens]; the first window sees only some of the tokens.
+    """
     count = max(1, round(HEAVY * windows.shape[-1]))
     heavy = torch.zeros_like(windows).scatter_(-1, windows.topk(count, -1).indices, 1.0)
     return [float((heavy[1] * later).sum(-1).mean() / count) for later in heavy[2:]]
 
 
 def steps(prompts: Prompts, share: float) -> Made:
-    """Heaviest tokens of single heads at three steps at the end of the first prompt, and over all prompts the share of
-    those of the first step that stay among them."""
+    """Heaviest tokens of single heads at three steps at the end of the first prompt, and their persistence.
+
+    Persistence is the share of those of the first step that stay among them, over all prompts.
+    """
     names = ("first", "middle", "last")
     stays = np.array([[_staying(one.heaviest).numpy() for one in layers] for layers in prompts]).mean(0)
     records = [
@@ -288,8 +295,7 @@ def steps(prompts: Prompts, share: float) -> Made:
 
 
 def _staying(heaviest: Tensor) -> Tensor:
-    """Of tokens int64 [3, heads, k] the share of the first ones that are among the second, and the third; fp32 [2,
-    heads]."""
+    """Share of the first tokens, of int64 [3, heads, k], that are among the second, and the third; fp32 [2, heads]."""
     same = heaviest[1:, :, None, :] == heaviest[0][None, :, :, None]
     return same.any(-1).float().mean(-1)
 

@@ -226,7 +226,6 @@ class Memory:
 
     def _step(self, store: CompressedStore, rows: list[int], at: int) -> None:
         """Reads the next token of each text into its row."""
-
         texts = self._text[: len(rows)]
         store.begin_step(rows)
         for layer in range(self._shape.num_layers):
@@ -237,8 +236,10 @@ class Memory:
 
 
 def largest(fits: Callable[[int], bool], guess: int, most: int, precision: int = MOST) -> int:
-    """The largest whole number from 0 to `most` that fits, to a part of itself where a precision is given: looked for
-    near a guess, with steps that double, and then between the last two."""
+    """Largest whole number from 0 to `most` that fits, to a fraction of it where a precision is set.
+
+    Searched near a guess, with steps that double, and then by bisection.
+    """
     low, high = 0, most + 1  # fits, and does not
     at, step = min(max(1, guess), most), max(1, guess // precision)
     while high - low > max(1, low // precision):

@@ -59,8 +59,10 @@ LONGER = 10  # times as many tokens with graphs: the first steps are warm-up and
 
 @dataclass(frozen=True)
 class Case:
-    """A batch of prompts, each as the tokens of its segments and those to answer with; perhaps at the settings of
-    `SMALL`, and with all that is kept in the high tier where a method has thresholds."""
+    """A batch of prompts, each as the tokens of its segments and those to answer with.
+
+    Optionally at the settings of `SMALL`, and with everything kept in the high tier where a method has thresholds.
+    """
 
     prompts: tuple[tuple[tuple[int, ...], int], ...]
     small: bool = True
@@ -103,8 +105,10 @@ def answer(
     model: LoadedModel, method: str, case: Case, backend: str, capture: Capture | None = None, at_length: bool = False,
     decode: str = TRITON,
 ) -> tuple[list[Outcome], Backend, dict[str, int]]:  # fmt: skip
-    """Run a case: outcomes in order, the backend, and the kinds of steps (eager or captured). Answers are as short as
-    the case sets, or long, of given tokens."""
+    """Run a case; returns outcomes in order, the backend, and the kinds of steps (eager or captured).
+
+    Answers are as short as the case sets, or long, of given tokens.
+    """
     changed = changes(method, case, SMALL if decode == TRITON else IN_TURNS)
     words = " ".join(f"{key}={str(value).replace(' ', '')}" for key, value in changed.items())
     policy = choices.make_method(f"{method} {words}")
@@ -128,8 +132,10 @@ def answer(
 
 
 def differing(mine: Outcome, theirs: Outcome, nats: float = 0.0) -> int:
-    """Counts which of status, tokens, bytes, kept slots and fidelity differ between two outcomes, or, where they may by
-    some `nats`, whether likelihoods do by more."""
+    """Counts which of status, tokens, bytes, kept slots and fidelity differ between two outcomes.
+
+    Where likelihoods may differ by `nats`, whether they do by more.
+    """
     names = ["status", "token_ids", "ledger", "kept", *["fidelity"] * (not nats)]
     pairs = [(getattr(mine, name), getattr(theirs, name)) for name in names]
     far = nats > 0 and not farther(mine, theirs) <= nats
@@ -147,8 +153,10 @@ def farther(mine: Outcome, theirs: Outcome) -> float:
 def check(
     device: str, dtype: str, methods: list[str], cases: list[str], *, graphs: bool = False, decode: str = TRITON
 ) -> Iterator[Finding]:
-    """Compare answers of every case between both backends, or between captured and eager steps; without a replayed
-    graph the check fails."""
+    """Compare answers of every case between both backends, or between captured and eager steps.
+
+    Without a replayed graph the check fails.
+    """
     model = small_model(device, dtype)
     exact = graphs or dtype == "float32"
     for method in methods:

@@ -21,8 +21,9 @@ MODEL = "random preset=tiny max_tokens=1000000"
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the memory behind tensors that operations make while it is on (`with LiveBytes() as live`): alive now, and
-    the most at once since the last `restart`.
+    """Counts the memory of tensors that operations make while it is on (`with LiveBytes() as live`).
+
+    Alive now, and the peak since the last `restart`.
 
     A view adds nothing to its base; earlier tensors do not count. Memory that an operation allocates and frees inside
     itself is not seen, such as the blocks of a fused attention.
@@ -71,8 +72,10 @@ def _key(x: Tensor) -> int:
 
 
 def main(order: dict) -> dict[str, dict[str, int]]:
-    """Bytes of both forms, of all tensors alive at the worst moment but the weights, and of the ledger: for a method's
-    string, so many tokens of a random context, and a chunk; of a small random model by default."""
+    """Prints bytes of both forms: peak of all tensors alive except the weights, and the ledger's.
+
+    For a method's string, a number of tokens of a random context, and a chunk; of a small random model by default.
+    """
     model = choices.make_model(order.get("model", MODEL), order.get("device", "cpu"))
     make = torch.Generator().manual_seed(0)
     prompt = torch.randint(1, 256, (order["context"],), generator=make).tolist()

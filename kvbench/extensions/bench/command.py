@@ -33,8 +33,10 @@ def main(cfg: DictConfig) -> int:
 
 
 def _measured(settings: Common, out: Path, quick: bool) -> bool:
-    """Runs one bench, writes what it has after every cell, and shows it, also where a signal stops it; True where no
-    variant was refused."""
+    """Runs one bench, writes its results after every cell, and shows them, also when a signal stops it.
+
+    Returns True where no variant was refused.
+    """
     origin = dataclasses.asdict(provenance.git_state()) | {"harness": provenance.harness_hash("cpu")}
     more = {"provenance": origin, "quick": quick}
     folder, held = begun(out, settings, more)
@@ -72,8 +74,10 @@ def _merged(cfg: DictConfig, name: str) -> dict:
 
 
 def begun(out: Path, settings: Common, more: dict) -> tuple[Path, dict | None]:
-    """The folder of the last measurement where it was stopped and had these settings, on this code, with what it
-    measured; else a new folder, and None."""
+    """Folder of the last measurement, if it was stopped and had these settings, on this code, with its document.
+
+    Else a new folder, and None.
+    """
     for path in sorted((out / settings.what).glob("*/bench.json"), reverse=True)[:1]:
         wanted = more | {"settings": dataclasses.asdict(settings)}
         with suppress(ValueError):

@@ -16,8 +16,9 @@ WAIT_S = 60.0  # for a result, before its thread is looked at
 
 
 class ContinuousServing:
-    """Answers a load of requests (arrival, prompt tokens, answer tokens) in the manager's own thread, with a cache of
-    so many bytes in the model's dtype, again for every call.
+    """Answers a load of requests (arrival, prompt tokens, answer tokens) in the manager's thread.
+
+    Every call makes a cache of `num_bytes` bytes in the model's dtype.
 
     Attributes:
         runs: As `serve.Serving` has them, without fields that its manager does not report: rows, pages, preemptions.

@@ -35,9 +35,9 @@ from kvbench.models.load import LoadedModel
 from kvbench.runs import choices
 
 PEER = "transformers"
-GRAPH = ", graph"  # behind the name of a row that replays its steps, as the engine does on a GPU
-STATIC = PEER + " static" + GRAPH  # on a GPU: what people who want speed run
-# Behind the name of a row whose model's own matrices lie in another way than the model's that was asked for.
+GRAPH = ", graph"  # after the name of a row that replays its steps, as the engine does on a GPU
+STATIC = PEER + " static" + GRAPH  # on a GPU: the setup for speed
+# After the name of a row whose model's own matrices have another layout than those of the requested model.
 MARKS = {linear: f", {linear}" for linear in matrices.LINEAR}
 BASELINES = (PEER, *(PEER + mark for mark in MARKS.values()), STATIC, FULL)
 # Of the largest logit. The first bound is for fp32 sums in another order, which the rounding of a new token's codes can
@@ -95,8 +95,10 @@ class WholeModel(Methods):
         return StoreDecoder(model, method, kernels=self.kernels, decode=self.decode, **more)
 
     def stepping(self, name: str, decoder: Decoder | Graphed, answers: list[list[int]], **extra: Any) -> Variant:
-        """`steps` decode steps at a time, with the tokens of each row that follow the prompts, which the decoder has
-        read; every timing continues from the last one."""
+        """Runs `steps` decode steps at a time, with the tokens of each row that follow the prompts.
+
+        The decoder has read the prompts; every timing continues from the last one.
+        """
         tokens = zip(*answers, strict=True)
 
         def call(_: int) -> None:
@@ -199,7 +201,7 @@ def matrix_numbers(model: LoadedModel) -> int:
 
 
 def make_models(settings: Settings, device: str, notes: list[str]) -> dict[str, LoadedModel]:
-    """Models by the suffix of their rows' names: an empty one, and those of `MARKS` that are wanted and available."""
+    """Models by suffix of their rows' names: an empty one, and those of `MARKS` that are requested and available."""
     models = {"": choices.make_model(settings.model, device)}
     notes += filter(None, [models[""].remark])
     for linear in settings.linear:
@@ -230,7 +232,7 @@ def _peer_decoders(settings: Settings, model: LoadedModel) -> dict[str, Decoder]
 
 
 def decode_variants(settings: Settings, model: LoadedModel, batch: int, mark: str = "") -> list[Variant]:
-    """Every cache filled with the same prompts, ready for the same tokens; `mark` comes behind every name."""
+    """Every cache filled with the same prompts, ready for the same tokens; `mark` comes after every name."""
     # The baseline is timed twice in each round, and so are rows that also replay their steps.
     room = 2 * (settings.rounds + 2) * settings.steps + 2
     text = choices.sample_tokens(model, batch, settings.context + room)
@@ -262,7 +264,7 @@ def decode_variants(settings: Settings, model: LoadedModel, batch: int, mark: st
 def static_variant(
     settings: Settings, model: LoadedModel, prompts: list[list[int]], answers: list[list[int]]
 ) -> Variant:
-    """transformers' static cache with the step in a CUDA graph; refused with the reason where it cannot be captured."""
+    """Static cache of transformers with the step in a CUDA graph; refused with the reason where capture fails."""
     try:
         static = StaticDecoder(model, len(prompts[0]) + len(answers[0]))
         static.prefill(prompts)
@@ -272,8 +274,10 @@ def static_variant(
 
 
 def prompt_variants(settings: Settings, models: Mapping[str, LoadedModel]) -> list[Variant]:
-    """One prompt, read into an empty cache in each timing. Its own answer is exact for every method: all are held to
-    that of the first model's own cache."""
+    """One prompt, read into an empty cache in each timing.
+
+    Its reference answer is exact for every method: all are compared with that of the first model's cache.
+    """
     exact = None
     variants = []
     for mark, model in models.items():
@@ -290,7 +294,7 @@ def prompt_variants(settings: Settings, models: Mapping[str, LoadedModel]) -> li
 
 
 def _reading(name: str, decoder: Decoder, prompt: list[int], exact: Tensor, bound: float) -> Variant:
-    """Reads the prompt; the logits behind it are compared with `exact`."""
+    """Reads the prompt; the logits after it are compared with `exact`."""
 
     def call(_: int) -> None:
         decoder.prefill([prompt])

@@ -40,7 +40,7 @@ class StoreDecoder:
         budget_bytes: Limit of the cache's pool; None = no limit of its own.
 
     Attributes:
-        logits: Behind the prompts that were read last, fp32 [B, vocabulary].
+        logits: After the prompts that were read last, fp32 [B, vocabulary].
     """
 
     logits: Tensor
@@ -80,8 +80,10 @@ class StoreDecoder:
         self.logits = torch.cat([row[:1] for row in logits])
 
     def repeat(self, rows: int) -> None:
-        """Copies rows in turn until there are as many, in pages of their own: pages that rows share would be read from
-        a processor's cache."""
+        """Copies rows in turn up to a number of rows, with pages of their own.
+
+        Pages that rows share would be read from a processor's cache.
+        """
         held = list(self.rows)
         self.rows += [self.runner.fork(held[row % len(held)], share=False) for row in range(len(held), rows)]
 
@@ -103,8 +105,10 @@ class StoreDecoder:
         return int(self.row_bytes().sum())
 
     def step_error(self, token: int) -> float:
-        """Difference of one step behind the first prompt between this decoder and a runner of its own on the plain
-        reference, as a share of the largest logit."""
+        """Relative difference of one step after the first prompt from a runner on the plain reference.
+
+        Relative to the largest logit.
+        """
         self.focus()
         row = self.runner.fork(self.rows[0], share=False)
         logits = self.runner.step([row], [token])[0].clone()
@@ -117,8 +121,9 @@ class StoreDecoder:
 
 
 class Graphed:
-    """The rows of a decoder, stepped as the engine steps them on a GPU: replayed from a CUDA graph. It and its decoder
-    may take turns, and their rows grow with both.
+    """Rows of a decoder, stepped as the engine steps them on a GPU: replayed from a CUDA graph.
+
+    It and its decoder may take turns, and their rows grow with both.
 
     Attributes:
         replays: Steps that were replayed.
@@ -150,8 +155,10 @@ class Graphed:
         return self._state.logits[:num_rows]
 
     def step_error(self, token: int) -> float:
-        """Difference of one replayed step of the first row from an eager one, as a share of the largest logit; the
-        first steps, which warm up and capture, are made here. Infinite where none was replayed."""
+        """Difference of one replayed step of the first row from an eager one, relative to the largest logit.
+
+        The first steps, which warm up and capture, are made here. Infinite where none was replayed.
+        """
         self.focus()
         rows, runner = self.decoder.rows, self.runner
         for _ in range(WARM_STEPS):
@@ -169,8 +176,10 @@ class Graphed:
 
 
 class PeerDecoder:
-    """transformers' forward with one of its caches (see `hf.native_cache`); all rows share one length, so nothing is
-    padded."""
+    """Forward pass of transformers with one of its caches (see `hf.native_cache`).
+
+    All rows share one length, so nothing is padded.
+    """
 
     logits: Tensor
 
@@ -225,7 +234,7 @@ class StaticDecoder(PeerDecoder):
         self._ids = torch.zeros(len(prompts), 1, dtype=torch.int64, device=self.loaded.device)
         if self.loaded.device.type != "cpu":
             self._step = cuda_graph(self._go)
-            hf.rewind(self.cache, len(prompts[0]))  # warming up and capturing have put tokens behind the prompt
+            hf.rewind(self.cache, len(prompts[0]))  # warming up and capturing have put tokens after the prompt
 
     def step(self, tokens: list[int]) -> Tensor:
         """One token for every row; next logits fp32 [B, vocabulary], which the next step overwrites on a GPU."""
@@ -238,8 +247,7 @@ class StaticDecoder(PeerDecoder):
 
 
 def capture_on(device: torch.device) -> Capture:
-    """The capture of one cache's steps: CUDA graphs, or on a CPU, where kernels are interpreted, what stands for
-    them."""
+    """Capture of one cache's steps: CUDA graphs, or on a CPU, where kernels are interpreted, their substitute."""
     if device.type == "cuda":
         return cuda_graphs()
     from kvbench.kernels.gpu.emulator import record
@@ -256,8 +264,10 @@ def relative(logits: Tensor, exact: Tensor) -> float:
 
 
 def reset(device: str) -> int:
-    """Forgets earlier peaks of the resident memory of this process, or of the GPU's allocator; returns the bytes in use
-    now. Raises OSError where the system keeps no mark that can be reset (it needs Linux's /proc/self/clear_refs)."""
+    """Resets the peak of this process's resident memory, or of the GPU's allocator; returns the bytes in use.
+
+    Raises OSError where the system's peak cannot be reset (it needs Linux's /proc/self/clear_refs).
+    """
     if device != "cpu":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats(device)
@@ -272,9 +282,11 @@ def _status(field: str) -> int:
 
 
 def peak_bytes(order: dict) -> int:
-    """Bytes that reading one prompt adds at its worst moment, in a process of its own: of a model on a device, with a
-    number of threads, so many tokens of context, and a method's string with the kernels, or the kind of transformers'
-    own cache."""
+    """Peak bytes that reading one prompt adds, measured in a process of its own.
+
+    Of a model on a device, with a number of threads, a number of tokens of context, and a method's string with the
+    kernels, or the kind of transformers' cache.
+    """
     torch.set_num_threads(order["threads"])
     device, context = order["device"], order["context"]
     model = choices.make_model(order["model"], device)

@@ -90,8 +90,10 @@ def prepare_dry(folder: Path, device: str) -> None:
 
 
 def summary(files: list[Path], answers: Path, device: str, begin: float) -> dict:
-    """Summarise the folder of answers as a bench document: a cell for each file, a row for each method with its seconds
-    and its number of answers."""
+    """Summarise the folder of answers as a bench document.
+
+    A cell for each file, a row for each method with its seconds and its number of answers.
+    """
     cells = []
     for file in files:
         head, requests = requests_file.read(file)

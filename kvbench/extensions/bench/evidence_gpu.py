@@ -73,8 +73,10 @@ def read_state(folder: Path) -> dict[str, dict]:
 
 
 def left_over(stages: tuple[Stage, ...], state: dict[str, dict]) -> list[Stage]:
-    """Remaining stages, in order: neither complete nor given up. A stage whose variants could not be timed is complete:
-    a repetition would give the same."""
+    """Remaining stages, in order: neither complete nor given up.
+
+    A stage whose variants could not be timed is complete: a repetition would give the same.
+    """
     known = {stage.name: state.get(stage.name, {}) for stage in stages}
     return [
         stage
@@ -84,8 +86,10 @@ def left_over(stages: tuple[Stage, ...], state: dict[str, dict]) -> list[Stage]:
 
 
 def run_stage(stage: Stage, folder: Path, limit_s: float, dry: bool) -> int:
-    """Runs a stage and keeps what it prints; its exit status, 124 when its time ran out. Of its processes none is
-    left, however it or this one ends."""
+    """Runs a stage and stores its output; returns its exit status, 124 when its time ran out.
+
+    None of its processes is left, however it or this one ends.
+    """
     environment = os.environ | {"PYTHONUNBUFFERED": "1"} | ({"TRITON_INTERPRET": "1"} if dry else {})
     environment.setdefault("TRITON_CACHE_DIR", str((folder / "triton").absolute()))
     command = words_of(stage, folder, dry)
@@ -110,8 +114,10 @@ def run_stage(stage: Stage, folder: Path, limit_s: float, dry: bool) -> int:
 
 
 def _without_places(log: Path) -> str:
-    """Output of a stage with paths relative to the repository's root and the libraries' folder, so that it discloses no
-    paths of the machine."""
+    """Output of a stage with paths relative to the repository's root and the libraries' folder.
+
+    So it discloses no paths of the machine.
+    """
     text = log.read_text(encoding="utf-8", errors="replace")
     for folder in (os.getcwd(), *map(sysconfig.get_path, ("purelib", "platlib", "stdlib"))):
         text = text.replace(f"{folder}{os.sep}", "")
@@ -126,9 +132,11 @@ def go_on(
     dry: bool = False,
     keep: Callable[[], object] = lambda: None,
 ) -> list[Stage]:
-    """Run stages until all are done or the time is over, with `keep` called after each; returns those that are left.
+    """Run stages until all are done or the time is over, with `keep` called after each; returns the remaining ones.
+
     `state.json` in the folder records the state of each. A stage that the end of a call cut short is resumed in the
-    next one, if its bench writes cells."""
+    next one, if its bench writes cells.
+    """
     begin = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     state = read_state(folder)
@@ -168,7 +176,7 @@ def pack(folder: Path, archive: Path) -> None:
         return None if size > CACHE_BYTES and f"{folder.name}/triton" in member.name else member
 
     new = archive.with_name(f".{archive.name}.new")
-    with tarfile.open(new, "w:gz", compresslevel=1) as packed:  # it is packed behind every stage
+    with tarfile.open(new, "w:gz", compresslevel=1) as packed:  # it is packed after every stage
         packed.add(folder, arcname=folder.name, filter=wanted)
     new.replace(archive)
 

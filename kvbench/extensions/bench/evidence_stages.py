@@ -1,4 +1,4 @@
-"""The stages of a GPU's evidence, in their order; `evidence_gpu` carries them out."""
+"""Stages of the evidence from a GPU, in order; `evidence_gpu` runs them."""
 
 from dataclasses import dataclass
 
@@ -18,8 +18,14 @@ DRY_METHODS = "kvbench.extensions.bench.check_methods --device cpu --method full
 
 @dataclass(frozen=True)
 class Stage:
-    """One part of the evidence, whose files have its name: the seconds it may take, what `python -m` runs, with `{out}`
-    for its JSON document, and the same on a CPU with interpreted kernels and tiny shapes."""
+    """One stage of the evidence.
+
+    Attributes:
+        name: Name of the stage and of its files.
+        limit_s: Time limit, s.
+        module: Arguments of `python -m`, with `{out}` for its JSON document.
+        dry: The same on a CPU, with interpreted kernels and tiny shapes.
+    """
 
     name: str
     limit_s: int
@@ -27,7 +33,7 @@ class Stage:
     dry: str
 
 
-# The most decisive stages come first: does it run, is it right, how fast is it, its answers; then the rest.
+# The decisive stages come first: it runs, its results are right, its speed, its answers; then the rest.
 STAGES = (
     Stage(
         "probe",
@@ -68,7 +74,7 @@ STAGES = (
         "warps=[1] stages=[2] stage_kb=[24] page_slots=[0,64] working_set_mb=1 max_buffers=1 jobs=2",
     ),
     Stage("attention", 270, f"{ATTENTION} shapes=[32x8x128] lengths=[4096,16384] batches=[1,8,32]", DRY_ATTENTION),
-    # As models of this type ask, with queries that are no fp16, behind rings, and over lists of unlike length.
+    # bf16 queries, with residual buffers (rings) and lists of unlike length.
     Stage(
         "attention-bf16",
         160,

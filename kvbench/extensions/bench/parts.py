@@ -1,6 +1,8 @@
-"""Time of a prompt and of a decode step by part: the model's matrices, attention, scores, planning, reserving, writing,
-and the rest. Calls are timed at the boundaries between parts; a nested call counts for the called part alone, so that
-the parts of a step add up to it."""
+"""Time of a prompt and of a decode step by part.
+
+The model's matrices, attention, scores, planning, reserving, writing, and the rest. Calls are timed at the boundaries
+between parts; a nested call counts for the called part alone, so that the parts of a step add up to it.
+"""
 
 import sys
 from collections import defaultdict
@@ -21,7 +23,7 @@ from kvbench.kernels.bench.rounds import CLOCKS, Variant, failed_variant
 from kvbench.runs import choices
 
 PARTS = ("projections", "attention", "scores", "planning", "reserving", "writing", "rest")
-BY_PARTS = ", by parts"  # behind the name of a row whose calls are timed
+BY_PARTS = ", by parts"  # after the name of a row whose calls are timed
 RESERVING = ("take", "reserve", "own", "unshare_all", "truncate", "compact")
 Call = tuple[Any, str, str]  # an object, the name of what is called of it, and the part that the call is
 

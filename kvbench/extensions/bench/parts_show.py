@@ -33,12 +33,12 @@ def table(cells: Sequence[dict]) -> tuple[list[str], list[list[str]]]:
 
 
 def remarks(_: dict) -> list[str]:
-    """Nothing behind the table."""
+    """No remarks."""
     return []
 
 
 def title(document: dict) -> str:
-    """Of which model, with how many tokens, and on which machine."""
+    """Title with model, number of tokens, and machine."""
     settings, where = document["settings"], document["environment"]
     sizes = f"prompts of {settings['context']:,} tokens, and steps behind them with batch {settings['batch']}"
     return f"{document['model']['name']}, {sizes},\non {where['device_name']} (backend {where['backend']})"

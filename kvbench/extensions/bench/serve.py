@@ -1,6 +1,6 @@
-"""Requests that keep coming: what a fixed amount of KV memory serves per second, and within which latency.
+"""Serving benchmark: throughput and latency of a stream of requests within a fixed amount of KV memory.
 
-Time without work is passed over: the clock jumps to the next arrival, and counts as if it had been waited for.
+Idle time is skipped: the clock jumps to the next arrival, and counts as if it had waited.
 """
 
 import itertools
@@ -30,15 +30,15 @@ from kvbench.runs import choices
 from kvbench.sizing.project import run
 
 ALL, POISSON, BURST = "all", "poisson", "burst"
-SHARES = (50, 95, 99)  # percentiles of the latencies of requests
-POINTS = 100  # of the pages over time
-LOAD = ("arrivals", "requests", "burst", "prompts", "answers", "max_batch", "seed", "chunk")  # what a load depends on
+SHARES = (50, 95, 99)  # latency percentiles
+POINTS = 100  # samples of pages over time
+LOAD = ("arrivals", "requests", "burst", "prompts", "answers", "max_batch", "seed", "chunk")  # of a load
 Load = list[tuple[float, int, int]]  # arrival in seconds, prompt tokens, answer tokens
 
 
 @dataclass(kw_only=True)
 class Settings(Methods):
-    """Requests that keep coming, in a fixed amount of KV memory."""
+    """A stream of requests, served within a fixed amount of KV memory."""
 
     what = "serve"
     quick = {"rounds": 1, "kv_mb": 32, "requests": 8, "rates": [1.0, 4.0], "prompts": [32, 96], "answers": [4, 12]}
@@ -81,7 +81,7 @@ class Settings(Methods):
         self.load(1.0)
 
     def load(self, rate: float) -> Load:
-        """The requests of a cell, in the order in which they come; alike for all methods, and of one seed."""
+        """Requests of a cell, by arrival; equal for all methods, from one seed."""
         dice = random.Random(self.seed)
         if self.arrivals not in (ALL, POISSON, BURST):
             return read_trace(Path(self.arrivals), self.requests, rate)
@@ -117,7 +117,7 @@ class Settings(Methods):
         return {}
 
     def timing(self, bench: Bench, cell: dict) -> dict[str, Any]:
-        # A load of requests is many rounds, and warms up by itself.
+        # A load of requests needs neither rounds nor a warm-up.
         return {"baselines": [FULL], "rounds": 1, "warmup": 0, "twice": False, "on_round": lambda: None}
 
     def variants(self, bench: Bench, cell: dict) -> list[Variant]:
@@ -148,7 +148,7 @@ class Settings(Methods):
         return [*variants, self._peer(bench, load, texts)] if self.peers and not self.times else variants
 
     def _peer(self, bench: Bench, load: Load, texts: list[list[int]]) -> Variant:
-        """transformers' own continuous batching; refused with the reason where it cannot be had."""
+        """Continuous batching of transformers; refused with the reason where it is unavailable."""
         try:
             if self.clock == "cpu":
                 raise ValueError("it works in a thread of its own, whose time clock=cpu does not count; set clock=wall")
@@ -176,7 +176,7 @@ class Settings(Methods):
         return None
 
     def finish(self, cell: dict) -> None:
-        """Puts latencies and rates in the place of each run's own times, which are the seconds of the load."""
+        """Replaces the recorded runs of each row by latencies and rates; `seconds` are those of the load."""
         for row in cell["variants"]:
             runs = row.pop("runs")
             row["seconds"] = [run["took_s"] for run in runs]
@@ -184,7 +184,7 @@ class Settings(Methods):
 
 
 def read_trace(path: Path, most: int, rate: float) -> Load:
-    """The first requests of a file, whose arrivals are stretched so that as many come per second in the mean."""
+    """First requests of a trace file, with arrivals scaled to a mean of `rate` per second."""
     load: Load = []
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -214,16 +214,16 @@ def read_trace(path: Path, most: int, rate: float) -> Load:
 
 
 class Serving:
-    """A method that answers a load of requests, again for every call.
+    """Answers a load of requests with one method; each call repeats the whole load.
 
     Args:
-        machine: Makes the engine, and says how many seconds work has taken.
+        machine: Makes the engine, and measures or simulates the duration of work.
 
     Attributes:
-        runs: Of each call: seconds to the first token and per further one of each request that was answered, its
-            tokens, the seconds that all took, `oom`, preemptions, compressions where pages ran out, rows of every step,
-            bytes of pages over time, and the times of steps and prompts (`times.summary`).
-        most_requests: Requests at once at most.
+        runs: Per call: seconds to the first token and per further one of each answered request, its tokens, total
+            seconds, `oom`, preemptions, compressions when pages ran out, rows of every step, bytes of pages over time,
+            and the times of steps and prompts (`times.summary`).
+        most_requests: Most concurrent requests.
     """
 
     def __init__(
@@ -265,8 +265,11 @@ class Serving:
     def _shares(
         self, settings: Settings, make: Callable[..., Engine], policy: Policy, options: StoreOptions
     ) -> tuple[int, int]:
-        """Requests at once, and bytes for their pages: as many as the memory holds with all of an average request, or,
-        where that is more, with tables and buffers in half of it, since few requests are at their end at once."""
+        """Concurrent requests, and bytes for their pages.
+
+        As many as the memory holds with all of an average request, or, where that is more, with tables and buffers in
+        half of it, since few requests are at their end at once.
+        """
         engine = make(store=options, batch_size=1)
         engine.open_batch(RequestQueue(self._requests), on_outcome=print)
         held = int(settings.kv_mb * 1e6)
@@ -291,12 +294,12 @@ class Serving:
         self._ends: list[tuple[int, int, int]] = []
         self._pages: list[tuple[float, float]] = []
         self._busy_s = 0.0
-        self._engine.end_ids = ()  # an answer has the length that the load says
+        self._engine.end_ids = ()  # an answer has the length given by the load
         self._batch = self._engine.open_batch(self._queue, on_outcome=self._keep, on_step=self._note_step)
         self._engine.steps.warm_up(self._batch.most, max((each.prompt for each in self._requests), key=len))
 
     def answer(self, _: int) -> None:
-        """Answers all requests, each no sooner than it comes."""
+        """Answers all requests, none before its arrival."""
         for _request in self._batch.answer():
             self._bench.stage(f"{self._method}, {len(self._ended)} of {len(self._requests)} requests")
         took = self._clock.now_s()
@@ -327,7 +330,7 @@ class Serving:
             self._ends.append((outcome.num_prompt_tokens, answered - 1, outcome.ledger["resident_bytes"]))
 
     def _lap(self) -> float:
-        """Seconds of work since the last step or prompt: what comes between them is part of what follows."""
+        """Seconds of work since the last step or prompt; work between them counts for the next one."""
         before, self._busy_s = self._busy_s, self._clock.busy_s()
         return self._busy_s - before
 
@@ -354,8 +357,11 @@ class _Noting(RequestQueue):
 
 
 def figures(runs: list[dict], ttft_s: float, tpot_s: float) -> dict[str, Any]:
-    """Figures of a row of the table: percentiles of both latencies, rates per second, requests per second within both
-    targets (`goodput_per_s`), and pages over time of the first run."""
+    """Figures of a row of the table.
+
+    Percentiles of both latencies, rates per second, requests per second within both targets (`goodput_per_s`), and
+    pages over time of the first run.
+    """
 
     def every(name: str) -> list:
         return [each for run in runs for each in run[name]]

@@ -23,8 +23,11 @@ MEASURED = ("tokens_per_s", "ttft_p50_s", "tpot_p50_s")
 
 
 def table(cells: Sequence[dict]) -> tuple[list[str], list[list[str]]]:
-    """Headings and lines: one for each method at each rate; where pages ran out, how often that led to compressions; of
-    a simulation, over what was measured where it was."""
+    """Headings and lines: one for each method at each rate.
+
+    Where pages ran out, the number of compressions that followed; of a simulation, relative to the measured value, if
+    any.
+    """
     rows = [(cell["cell"], row) for cell in cells for row in cell["variants"]]
     measured_column = ["x measured"] if any(row.get("measured") for _, row in rows) else []
     squeezed = ["compressed"] if any(row.get("compressions") for _, row in rows) else []
@@ -74,8 +77,10 @@ def title(document: dict) -> str:
 
 
 def figure(document: dict) -> "Figure":
-    """Both latencies (95 % of requests stay below) and the requests answered in time, over the rate at which requests
-    come; and the pages that are held over time in the last cell. Of requests that all come at once, points."""
+    """Both latencies (95 % of requests stay below) and the requests answered in time, over the arrival rate.
+
+    And the pages that are held over time in the last cell. Points if all requests come at once.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter

@@ -1,5 +1,7 @@
-"""The output of a bench: a bar while it runs, then a table per cell, where the files are, and the picture: a row for
-each variant, with quartiles, and a panel for each setting that must not be mixed."""
+"""Output of a bench: a bar while it runs, then a table per cell, the paths of the files, and the picture.
+
+The picture has a row for each variant, with quartiles, and a panel for each setting that must not be mixed.
+"""
 
 import io
 import sys
@@ -49,8 +51,10 @@ RATE_ROUNDS = 8  # rounds that the time left is estimated from
 
 @contextmanager
 def rounds_shown(what: str) -> Iterator[bench.Progress]:
-    """Shows rounds done, what is being measured, and the time left, on a live bar on a terminal, else in a line now and
-    then; yields the callbacks of a bench."""
+    """Shows rounds done, the current measurement, and the time left; yields the callbacks of a bench.
+
+    On a live bar on a terminal, else in a line now and then.
+    """
     live = LiveBar(sys.stderr, what, total=None) if sys.stderr.isatty() else None
     seen: deque[tuple[float, int]] = deque(maxlen=RATE_ROUNDS)
     spoken = time.monotonic(), ""
@@ -80,8 +84,10 @@ def rounds_shown(what: str) -> Iterator[bench.Progress]:
 
 
 def publish(document: dict, path: Path) -> None:
-    """Print the tables and write missing files: the JSON file `path`, and next to it a table (.txt) and
-    a picture (.png)."""
+    """Print the tables and write missing files.
+
+    The JSON file `path`, and next to it a table (.txt) and a picture (.png).
+    """
     bench.check_document(document)
     if not path.exists():
         bench.write(document, path)

@@ -34,7 +34,7 @@ TOKENIZER: Any = SimpleNamespace(eos_token_id=None, decode=lambda *_, **__: "")
 
 
 class Here:
-    """This machine, with a model on it.
+    """Local machine with a model on it.
 
     Attributes:
         engine: Makes the engine of a method.
@@ -142,7 +142,7 @@ class _ShadowRunner(Runner):
         self.open_rows, self.probe_s, self._store, self.states = [], 0.0, None, States(model.model, ())
 
     def focus(self) -> None:
-        """There is no model."""
+        """No model to focus on."""
 
     def reserve(self, *, rows: int, prompt_tokens: int, new_tokens: int) -> None:
         self.open_rows, options = [], vars(self.options)

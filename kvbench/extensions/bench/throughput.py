@@ -87,7 +87,7 @@ def fitting(settings: Settings, sequence_bytes: int, name: str, notes: list[str]
 
 
 def peer_variants(settings: Settings, model: LoadedModel, text: list[list[int]], notes: list[str]) -> list[Variant]:
-    """transformers' own cache, in the model's dtype, with as many sequences as fit at their final length."""
+    """Cache of transformers, in the model's dtype, with as many sequences as fit at their final length."""
     decoder = PeerDecoder(model)
     decoder.prefill([tokens[: settings.context] for tokens in text])
     token_bytes = decoder.cache_bytes() / (len(text) * settings.context)
@@ -98,8 +98,10 @@ def peer_variants(settings: Settings, model: LoadedModel, text: list[list[int]],
 def store_variants(
     method: str, settings: Settings, model: LoadedModel, text: list[list[int]], notes: list[str], prompts: PromptCache
 ) -> list[Variant]:
-    """A method with as many sequences as fit at their final length, which is measured by answering once; on a GPU the
-    same sequences once more, with their steps replayed from a graph."""
+    """A method with as many sequences as fit at their final length, measured by answering once.
+
+    On a GPU the same sequences once more, with their steps replayed from a graph.
+    """
     options: dict[str, Any] = {"new_tokens": settings.new_tokens, "prompts": prompts}
     trial = settings.decoder(model, method, rows=len(text), **options)
     trial.prefill([tokens[: settings.context] for tokens in text])
@@ -129,7 +131,7 @@ def store_variants(
 
 
 def answers_of(settings: Settings, text: list[list[int]], batch: int) -> list[list[int]]:
-    """The tokens behind the prompt of every sequence."""
+    """The tokens after the prompt of every sequence."""
     return [text[row % len(text)][settings.context :] for row in range(batch)]
 
 

@@ -23,7 +23,7 @@ class Times:
     Args:
         steps: Rows, tokens that all of them hold together, seconds, and of how many steps this is the mean.
         prompts: Tokens, seconds, and of how many prompts this is the mean.
-        ends: Tokens of prompts, tokens read behind them, and bytes that a row then held.
+        ends: Tokens of prompts, tokens read after them, and bytes that a row then held.
     """
 
     steps: list[tuple[float, float, float, float]] = field(default_factory=list)
@@ -31,8 +31,10 @@ class Times:
     ends: list[tuple[int, int, float]] = field(default_factory=list)
 
     def step_s(self, rows: int, tokens: int) -> float:
-        """Seconds of a step: between the numbers of rows that were measured on a line, beyond them on the line through
-        all; tokens held beyond their mean at that number of rows cost what they cost on average."""
+        """Seconds of a step, interpolated between measured numbers of rows, and beyond them by a line through all.
+
+        Tokens held beyond their mean at that number of rows cost the average.
+        """
         return self._steps(rows, tokens)
 
     def prompt_s(self, tokens: int) -> float:
@@ -41,7 +43,7 @@ class Times:
 
     def fit(self) -> "Times":
         """Build the lookup tables; raises ValueError without measurements."""
-        from scipy.optimize import nnls  # a simulation asks for it; a machine that only measures may lack it
+        from scipy.optimize import nnls  # a simulation needs it; a machine that only measures may lack it
 
         if not self.steps or not self.prompts:
             raise ValueError("it has no times of prompts and steps; a load that was read in chunks has none")
@@ -70,8 +72,10 @@ class Times:
 def summary(
     steps: Sequence[tuple[int, int, float]], prompts: Sequence[tuple[int, float]], ends: Sequence[tuple[int, int, int]]
 ) -> dict[str, list]:
-    """Summarise a load for a document, as `Times` takes it: means over steps with equal rows, split into those that
-    hold less and more, and over prompts of about one length."""
+    """Summarise a load for a document, in the form of `Times`.
+
+    Means over steps with equal rows, split into those that hold less and more, and over prompts of about one length.
+    """
     by_rows = defaultdict(list)
     for step in sorted(steps):
         by_rows[step[0]].append(step)
@@ -110,8 +114,10 @@ class Measured:
 
 
 def read_times(paths: Sequence[Path]) -> Measured:
-    """The times in documents of `bench what=serve` and `what=decode`; ValueError where one has none, or they are of
-    several models or machines."""
+    """Read times from documents of `bench what=serve` and `what=decode`.
+
+    Raises ValueError where one has none, or they are of several models or machines.
+    """
     methods: dict[str, Times] = defaultdict(Times)
     cells: list[tuple[dict, dict]] = []
     said: dict[tuple, Path] = {}

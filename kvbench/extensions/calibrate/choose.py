@@ -1,5 +1,8 @@
-"""From measured trials to a choice: what each loses against the full cache, what it holds, and which is the cheapest
-that loses no more than the margin, or has the highest score; and how often that confirms what it should not."""
+"""Choice among measured trials: losses against the full cache, bytes, and the winner.
+
+The winner is the cheapest trial whose loss is within the margin, or the one with the highest score. Also simulates how
+often a setting is confirmed that should not be.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -19,21 +22,21 @@ from kvbench.stats.paired import Paired, paired
 from kvbench.stats.strata import FEWEST_SAMPLES, Strata, has_spread, weighed
 
 TRIALS = 400  # simulated calibrations
-RESAMPLES = 499  # of each
-ALLOWED = 0.1  # share of false confirmations above which a calibration says so
+RESAMPLES = 499  # per simulated calibration
+ALLOWED = 0.1  # share of false confirmations above which a calibration warns
 
 
 @dataclass(kw_only=True)
 class Measured:
-    """The loss and the bytes of one trial, against another trial on the same samples."""
+    """Loss and bytes of one trial, against another trial on the same samples."""
 
     settings: dict[str, Number]
     hash: str
-    """Of the run that the trial is."""
+    """Hash of the trial's run."""
     num_samples: int
     """Samples that ended well."""
     num_failed: int
-    """Answers that did not; such a trial is never chosen."""
+    """Samples that did not end well; a trial with one is never chosen."""
     score: float | None
     losses: dict[str, Estimate]
     """Criterion -> loss, positive when worse, with its paired 95 % interval."""
@@ -44,13 +47,13 @@ class Measured:
     slot_ratio: float | None
     """Share of the tokens' slots that are held."""
     tier_shares: list[float]
-    """Of the slots held, the share in each tier."""
+    """Share of the held slots in each tier."""
     samples: list[dict]
     """One row per answer: its score, NLL, KL and resident bytes."""
     lost: list[float] = field(default_factory=list)
     """Loss of each sample in the rule's criterion."""
     within: bool = False
-    """The rule accepts it."""
+    """True if the rule accepts the trial."""
 
 
 def evaluate(trial: Trial, reference: Trial, rule: Rule) -> Measured:
@@ -83,8 +86,10 @@ def evaluate(trial: Trial, reference: Trial, rule: Rule) -> Measured:
 
 
 def loss(trial: Trial, reference: Trial, criterion: str, rule: Rule) -> Estimate:
-    """The loss of a trial with its paired 95 % interval, positive when worse; the interval has no width where every
-    sample loses the same NLL or KL, most often none."""
+    """Loss of a trial with its paired 95 % interval, positive when worse.
+
+    The interval has no width where every sample loses the same NLL or KL, most often none.
+    """
     losses, what = losses_of(trial, reference, criterion, rule)
     if losses is None:
         return Estimate()
@@ -96,7 +101,7 @@ def loss(trial: Trial, reference: Trial, criterion: str, rule: Rule) -> Estimate
 
 
 def losses_of(trial: Trial, reference: Trial, criterion: str, rule: Rule) -> tuple[Paired | None, Measure]:
-    """The losses of the samples that ended well in both, and the measure they are in; None without one."""
+    """Losses of the samples that ended well in both trials (None without any), and their measure."""
     task = trial.experiment.task
     primary = score(task.primary, task.metrics[task.primary].higher_is_better)
     what = primary if criterion == SCORE.name else LOSSES[criterion].measure
@@ -112,7 +117,7 @@ def losses_of(trial: Trial, reference: Trial, criterion: str, rule: Rule) -> tup
 
 
 def accepts(rule: Rule, measured: Measured) -> bool:
-    """Is the loss within the margin, and did every sample end well?"""
+    """True if the loss is within the margin, and every sample ended well."""
     estimate = measured.losses.get(rule.criterion)
     if estimate is None or measured.num_failed:
         return False
@@ -136,7 +141,7 @@ def choose(measured: Sequence[Measured], rule: Rule) -> int | None:
 
 
 def _lost(measured: Measured, rule: Rule) -> float | None:
-    """The mean loss, where every sample ended well."""
+    """Mean loss, None unless every sample ended well."""
     estimate = measured.losses.get(rule.criterion)
     return None if estimate is None or measured.num_failed else estimate.value
 
@@ -147,12 +152,12 @@ def _same(a: float, b: float) -> bool:
 
 
 def is_out_of_reach(measured: Sequence[Measured], rule: Rule) -> bool:
-    """Does every point lose more than the margin in the mean?"""
+    """True if every point loses more than the margin on average."""
     return all(value is None or value > rule.margin for value in (_lost(item, rule) for item in measured))
 
 
 def why(name: str, values: Sequence[Number], measured: Sequence[Measured], best: int | None, rule: Rule) -> str:
-    """The reason of a choice as a sentence, with the values of the setting `name`."""
+    """Explain a choice in one sentence, with the values of the setting `name`."""
     lost = LOSSES[rule.criterion]
     margin = f"{lost.scale * rule.margin:g} {lost.unit}"
     if best is None:
@@ -170,7 +175,7 @@ def why(name: str, values: Sequence[Number], measured: Sequence[Measured], best:
 
 
 def losses_by_value(points: Sequence[Measured], parameter: str) -> str:
-    """The other settings that are the same at every point of a tuned one, as `alpha_l=0`, or follow it."""
+    """Format the other settings that are constant over all points of a tuned one, as `alpha_l=0`, or follow it."""
     shown = {}
     for name in [name for name in points[0].settings if name != parameter]:
         values = [point.settings[name] for point in points]
@@ -182,12 +187,12 @@ def losses_by_value(points: Sequence[Measured], parameter: str) -> str:
 
 
 def settings_text(settings: dict) -> str:
-    """Settings as `alpha_h=1 alpha_l=0.02`."""
+    """Format settings as `alpha_h=1 alpha_l=0.02`."""
     return " ".join(f"{name}={value_text(value)}" for name, value in settings.items())
 
 
 def value_text(value: Number | None) -> str:
-    """A value as `0.02`; of a table of layers, how many there are of each precision."""
+    """Format a value as `0.02`; a table of layers as counts of each precision."""
     if not isinstance(value, str) or " " not in value:
         return f"{value:g}" if isinstance(value, int | float) else str(value)
     counts = Counter(tier for row in read_table(value)[0] for tier in row[:1])
@@ -234,7 +239,7 @@ def false_confirmations(
     moves their true mean to just the margin, and counts how often the rule chooses one and confirms it.
     """
     if len(shape) < 2 or np.ptp(shape) == 0:
-        return 0.0  # nothing was lost, and nothing can be lucky
+        return 0.0  # no spread: no setting can pass by luck
     rng = np.random.default_rng(rule.seed)
     centred = np.asarray(shape, dtype=float) - np.mean(shape) + rule.margin
     count = num_tuning + num_held_out
@@ -245,16 +250,16 @@ def false_confirmations(
     losses = rule.margin + (shared_error + each) / np.sqrt(2)
     is_good = _accepted(losses[:num_tuning].reshape(num_tuning, -1), rule).reshape(trials, num_points)
     confirmed = _accepted(losses[num_tuning:].reshape(num_held_out, -1), rule).reshape(trials, num_points)
-    if rule.name == PAPER:  # the luckiest, good or not
+    if rule.name == PAPER:  # the best by chance, accepted or not
         best = losses[:num_tuning].mean(axis=0).argmin(axis=1)
         return float(np.mean(confirmed[np.arange(trials), best]))
-    # The cheapest that is good: any of them, as bytes know nothing of losses; the last of the grid.
+    # The cheapest accepted one: any of them, as bytes do not depend on losses; the last of the grid.
     last = num_points - 1 - np.argmax(is_good[:, ::-1], axis=1)
     return float(np.mean(is_good.any(axis=1) & confirmed[np.arange(trials), last]))
 
 
 def _accepted(losses: np.ndarray, rule: Rule) -> np.ndarray:
-    """For which columns the rule's bound of the mean loss is within the margin."""
+    """Mask of the columns whose bound of the mean loss is within the margin."""
     means = losses.mean(axis=0)
     if rule.proof == "mean":
         return means <= rule.margin

@@ -6,7 +6,7 @@ Source: DiffKV (SOSP'25) section 7.2: on MATH's training problems alpha_h of 1 t
 then alpha_l of five equally spaced values up to 0.1 at that alpha_h, again the highest; a model that reaches the full
 cache's accuracy at no alpha_h (Qwen2.5-7B) has no low tier. The released scripts of its param_tuning/ folder sweep in
 this order, with alpha_l = 0 first, and give that model equal thresholds.
-Differs: `rule=paper`: the section speaks of five values in [0, 0.1] and later of 0.02 to 0.1 in steps of 0.02, and has
+Differs: `rule=paper`: the section has five values in [0, 0.1] and later of 0.02 to 0.1 in steps of 0.02, and has
 chosen 0; here 0 and those five. It states no rule for ties (the smaller threshold here), and not how near the full
 cache's accuracy is near enough for a low tier (`margin.score` in the mean here). A held-out verdict and intervals come
 on top. `rule=cheapest` is not the paper's.
@@ -135,8 +135,10 @@ def read_experiment(settings: dict, command: str) -> DictConfig:
 
 @contextmanager
 def opened(folder: Path, sweep: Sweep, decides: dict[str, Any]) -> Iterator[tuple[Path, str]]:
-    """Lock a folder and its subfolder for the deciding settings, both without litter; yields the subfolder and its full
-    hash."""
+    """Lock a folder and its subfolder for the deciding settings, without temporary files of either.
+
+    Yields the subfolder and its full hash.
+    """
     digest = identity.hash_identity({name: identity.canonical(value) for name, value in decides.items()})
     result_folder = folder / digest[: identity.HASH_DIGITS]
     with run_lock(folder, say=note):
@@ -147,8 +149,7 @@ def opened(folder: Path, sweep: Sweep, decides: dict[str, Any]) -> Iterator[tupl
 
 
 def load_samples(cfg: DictConfig, plan: Plan, parts: Loaders, model: LoadedModel, prefix: str = "calibrate") -> TaskSet:
-    """As many samples of each subset as both sets of the plan need, or all that a limit leaves; generated tasks make
-    them.
+    """Load as many samples of each subset as both sets of the plan need, or all within a limit.
 
     Raises:
         ValueError: The task has no gold answers, and the criterion needs them.
@@ -175,8 +176,10 @@ def load_samples(cfg: DictConfig, plan: Plan, parts: Loaders, model: LoadedModel
 
 
 def _tune(sweep: Sweep, plan: Plan, task: TaskSet, result: Result) -> Measured | None:
-    """Choose the settings one after the other; returns the choice of the last stage, or None at once when no value of a
-    grid is good enough. The stages are appended to `result`."""
+    """Choose the settings one after the other; returns the choice of the last stage.
+
+    None as soon as no value of a grid is good enough. The stages are appended to `result`.
+    """
     full = sweep.full(task)
     chosen: dict[str, Number] = {}
     tuned = None
@@ -236,8 +239,10 @@ def _judged(sweep: Sweep, plan: Plan, task: TaskSet, default: Trial, tuned: Meas
 
 
 def _earlier_looks(folder: Path, digest: str, held_out: str) -> int:
-    """Count the other calibrations of the method, with another margin, grid or rule, judged on the same held-out
-    samples: repeated looks find a passing setting by chance."""
+    """Count the other calibrations of the method judged on the same held-out samples.
+
+    With another margin, grid or rule: repeated looks find a passing setting by chance.
+    """
     count = 0
     for path in folder.glob("*/calibration.json"):
         try:

@@ -1,5 +1,6 @@
-"""`kvbench calibrate what=layers`: which layers may have fewer bits, measured layer by layer, and the tables of
-precisions that follow from it, from the gentlest to the harshest.
+"""`kvbench calibrate what=layers`: the layers that may have fewer bits, measured layer by layer.
+
+And the tables of precisions that follow from it, from the gentlest to the harshest.
 
 Each layer alone gets each precision, and what the answers lose then is its sensitivity. From all layers at the gentlest
 precision, a greedy search takes the step that adds the least loss per byte that it saves, again and again. It adds up
@@ -32,8 +33,11 @@ AROUND = ("gentle", "harsh")
 
 @dataclass(frozen=True, kw_only=True)
 class LayerPlan:
-    """The settings of a search over layers: the precisions that a layer may have, the gentlest first; what the others
-    have while one is measured, the `gentle` end of these or the `harsh` one; and how many tables are measured."""
+    """Settings of a search over layers.
+
+    The precisions that a layer may have, the gentlest first; that of the other layers while one is measured, the
+    `gentle` end of these or the `harsh` one; and the number of tables to measure.
+    """
 
     tiers: tuple[str, ...]
     around: str
@@ -152,7 +156,8 @@ def greedy(
     step that saves no bytes is never taken.
 
     Args:
-        losses, sizes: Of the model with one layer at each precision, the gentlest first, and the others as usual.
+        losses, sizes: Losses and bytes of the model with one layer at each precision, the gentlest first, and the
+            others as usual.
         base: Its loss with all layers as usual.
 
     Returns:
@@ -176,6 +181,6 @@ def greedy(
 
 
 def spaced(tables: Sequence[str], count: int) -> list[str]:
-    """So many of the tables, evenly spaced, both ends among them."""
+    """Evenly spaced selection of `count` tables, both ends among them."""
     last, steps = len(tables) - 1, min(count, len(tables)) - 1
     return [tables[round(index * last / max(1, steps))] for index in range(steps + 1)]

@@ -1,7 +1,7 @@
 """Runs the model at every setting of a grid, on the same prompts; each prompt is read once for all settings.
 
 Each trial has a journal of its own, named by the hash of the run that it is. A kill loses no finished sample, and
-another calibration that needs the same trial takes it as it is.
+another calibration that needs the same trial reuses it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,8 +31,10 @@ from kvbench.tasks.taskset import TaskSet
 
 @dataclass(kw_only=True)
 class Trial:
-    """One setting of the method (none: the full cache) on one set of samples, with its journal's records in request
-    order once it was measured."""
+    """One setting of the method (none: the full cache) on one set of samples.
+
+    With its journal's records in request order once it was measured.
+    """
 
     settings: dict[str, Number]
     experiment: Experiment

@@ -1,5 +1,4 @@
-"""The plan of a calibration: the settings to tune one after the other, the rule of the choice, and the two sets of
-samples."""
+"""Plan of a calibration: the settings to tune one after the other, the rule of the choice, and two sets of samples."""
 
 import hashlib
 import itertools
@@ -27,7 +26,8 @@ Number = int | float | str  # a budget in bytes is written `8MiB`
 class Rule:
     """Rule that chooses a setting: good ones lose at most the margin in `criterion` against the full cache.
 
-    `cheapest` chooses the fewest bytes among the good ones; `paper` the highest score, good or not."""
+    `cheapest` chooses the fewest bytes among the good ones; `paper` the highest score, good or not.
+    """
 
     name: str = CHEAPEST
     criterion: str
@@ -89,8 +89,10 @@ class Plan:
 def read_plan(
     cfg: DictConfig, method: str, policy: Policy, stages: tuple[Stage, ...] | None = None, rule: str = CHEAPEST
 ) -> Plan:
-    """Checks the settings of the command, for a method at its uncalibrated settings; `stages` are given where they do
-    not follow from the grid."""
+    """Checks the settings of the command, for a method at its uncalibrated settings.
+
+    `stages` are passed where they do not follow from the grid.
+    """
     if method == FULL:
         raise SettingValue(
             "method=full is what the others are measured against; choose a method that compresses", setting="method"
@@ -136,8 +138,10 @@ def read_plan(
 
 
 def _stages(cfg: DictConfig, method: str, known: Mapping[str, Declared], usual: Mapping[str, Any]) -> tuple[Stage, ...]:
-    """The settings to tune: those asked for, or those of the grid that the method has; `known` is what it declares, and
-    `usual` has the rule's values where the grid has none."""
+    """Settings to tune: those requested, or those of the grid that the method has.
+
+    `known` is what it declares, and `usual` has the rule's values where the grid has none.
+    """
     grid = {name: as_dict(usual).get(name) if values is None else values for name, values in as_dict(cfg.grid).items()}
     names = cfg.parameters
     if names is None and not (names := [name for name in grid if name in known]):
@@ -171,8 +175,10 @@ def _stages(cfg: DictConfig, method: str, known: Mapping[str, Declared], usual: 
 
 
 def describe_data(task: TaskSet, limit: object, rule: Rule) -> dict[str, Any]:
-    """Name the problems of a calibration: where they were read, which of them, and, for the paper's rule, where they
-    are not what the paper took, MATH's training split."""
+    """Name the problems of a calibration: their source and numbers.
+
+    For the paper's rule also where they are not the paper's, MATH's training split.
+    """
     settings = {name: task.protocol[name] for name in ("problems", "levels") if name in task.protocol}
     settings |= {} if limit is None else {"limit": limit}
     files = [f"{item['file']} ({item['rows']} rows)" for item in task.sources]
@@ -191,7 +197,7 @@ def describe_data(task: TaskSet, limit: object, rule: Rule) -> dict[str, Any]:
 def split(task: TaskSet, plan: Plan, seed: int) -> tuple[TaskSet, TaskSet]:
     """Two disjoint sets of samples, one to tune on and one for the verdict; refuses a subset of a single sample.
 
-    A sample's id and the seed alone decide where it goes. A subset with fewer samples than asked for is shared in the
+    A sample's id and the seed alone decide where it goes. A subset with fewer samples than requested is split in the
     same proportion.
     """
     tuning: set[str] = set()

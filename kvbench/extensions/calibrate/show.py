@@ -1,5 +1,8 @@
-"""The end of a calibration: on the terminal every grid point, the verdict and how to use the file; and the picture,
-after the paper's figure 10: loss and bytes against each threshold, the choice, and its held-out verdict."""
+"""End of a calibration.
+
+On the terminal every grid point, the verdict and how to use the file; and the picture, after the paper's figure 10:
+loss and bytes against each threshold, the choice, and its held-out verdict.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -154,8 +157,10 @@ def _held_out_table(result: Result, choice: Choice) -> Table:
 
 
 def draw(result: Result) -> list[Path]:
-    """Draw one column per tuned setting and write `calibration.png` and `.svg`; the same calibration gives the same
-    bytes on the same matplotlib."""
+    """Draw one column per tuned setting and write `calibration.png` and `.svg`.
+
+    The same calibration gives the same bytes on the same matplotlib.
+    """
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -225,8 +230,7 @@ def _loss_scale(axes: "Axes", margin: float) -> None:
 def _series(
     axes: "Axes", item: StageResult, estimates: Sequence[Estimate | None], scale: float, colour: str, marker: str
 ) -> None:
-    """Values with their 95 % intervals, joined by a thin line because the grid has an order, and a ring around the
-    choice."""
+    """Values with their 95 % intervals, joined by a thin line in the grid's order; a ring marks the choice."""
     points = [
         (x, estimate) for x, estimate in enumerate(estimates) if estimate is not None and estimate.value is not None
     ]

@@ -1,6 +1,8 @@
-"""The commands `gates`, `centres`, `books` and `scales` run a model over prompts to make the table of numbers that a
-method needs of it: which heads look far back (`duo_attention`), where each head's queries gather (`triattention`), with
-which levels and scales keys and values are coded (`kvquant`), and what `fp8` divides them by."""
+"""Commands that run a model over prompts to make a table that a method needs.
+
+`gates`: heads that look far back (`duo_attention`); `centres`: the mean queries of heads (`triattention`); `books`:
+levels and scales of key and value codes (`kvquant`); `scales`: the divisors of `fp8`.
+"""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -96,14 +98,16 @@ def write_table(
 def measure_gates(
     loaded: "LoadedModel", requests: "Sequence[Request]", sinks: int, recent: int, advance: Advance = lambda: None
 ) -> Tensor:
-    """Measure the mean share of attention of answer positions on tokens between the first `sinks` and the `recent`
-    ones, up to and including the position itself; restores the model's attention.
+    """Measure the mean share of attention of answer positions on tokens outside sinks and recent ones.
+
+    That is between the first `sinks` and the `recent` ones, up to and including the position itself; restores the
+    model's attention.
 
     Returns:
         fp32 [layers, KV heads] of those that see everything, in [0, 1]: the mean over the prompts, their answer
             positions and the query heads of a group.
 
-    Source: the idea of telling retrieval heads by where they look; Wu et al. (2024) count copied tokens instead.
+    Source: the idea of finding retrieval heads by their attention; Wu et al. (2024) count copied tokens instead.
     """
     model = loaded.model
     config = model.config.get_text_config()
@@ -157,7 +161,7 @@ class _Queries(Looks):
 
 @dataclass(frozen=True)
 class _KeysAndValues(Looks):
-    """Keys and values behind the first `sinks` tokens."""
+    """Keys and values after the first `sinks` tokens."""
 
     sinks: int = 0
     by_queries: ClassVar[bool] = False
@@ -195,8 +199,9 @@ def look_at(loaded: "LoadedModel", score: ScoreSpec, prompts: list[list[int]], a
 
 @torch.no_grad()
 def measure_centres(loaded: "LoadedModel", requests: "Sequence[Request]", advance: Advance = lambda: None) -> Tensor:
-    """Measure the mean query of each head before its rotary embedding, and the mean length of its pairs of channels;
-    needs a plain rotary embedding, and restores the model's attention.
+    """Measure the mean query of each head before its rotary embedding, and the mean length of its channel pairs.
+
+    Needs a plain rotary embedding, and restores the model's attention.
 
     Returns:
         fp64 [layers, query heads x 3 D / 2]: per query head D numbers of the mean query, then D / 2 mean lengths.
@@ -214,8 +219,9 @@ def measure_centres(loaded: "LoadedModel", requests: "Sequence[Request]", advanc
 def measure_books(
     loaded: "LoadedModel", requests: "Sequence[Request]", outside: float, sinks: int, advance: Advance = lambda: None
 ) -> Tensor:
-    """Measure the tables of each layer's codes, and the scale and zero of each of its key channels; needs a plain
-    rotary embedding, and restores the model's attention.
+    """Measure the tables of each layer's codes, and the scale and zero of each of its key channels.
+
+    Needs a plain rotary embedding, and restores the model's attention.
 
     Args:
         requests: Prompts; their keys and values are held all at once, in 8 bytes x channels x tokens.
@@ -250,8 +256,9 @@ def measure_scales(
     seed: int | None = None,
     advance: Advance = lambda: None,
 ) -> Tensor:
-    """Measure the scales by which each layer's keys and values are divided to become e4m3 floats; restores the model's
-    attention.
+    """Measure the scales by which each layer's keys and values are divided to become e4m3 floats.
+
+    Restores the model's attention.
 
     Args:
         requests: Prompts.
@@ -292,15 +299,19 @@ def _books_of_layer(keys: Tensor, values: Tensor, outside: float) -> Tensor:
 
 
 def _counts(x: Tensor, zero: Tensor, scale: Tensor) -> Tensor:
-    """fp64 [bins]: how many numbers lie in each sixteenth of a level of their range; those outside of it count at its
-    ends, and at 0 where the range is one point."""
+    """Histogram fp64 [bins] of numbers over their range, in sixteenths of a level.
+
+    Those outside of it count at its ends, and at 0 where the range is one point.
+    """
     levels = ((x - zero) / torch.where(scale > 0, scale, torch.inf)).clamp(0, BOOK_TOP)
     return torch.bincount((levels * FINE).round().long().flatten(), minlength=BOOK_TOP * FINE + 1).double()
 
 
 def table_of(counts: Tensor, size: int) -> Tensor:
-    """The levels that numbers are nearest to in the mean, by k-means in one dimension: int64 [size], ascending, each
-    level once, from fp64 [255 * FINE + 1] how many numbers lie in each bin."""
+    """Levels with the least mean distance, by k-means in one dimension: int64 [size], ascending, each level once.
+
+    From fp64 [255 * FINE + 1], the histogram of the numbers.
+    """
     levels = torch.arange(len(counts), dtype=torch.float64) / FINE
     number, total = (torch.cat([x.new_zeros(1), x.cumsum(0)]) for x in (counts, counts * levels))
     share = (torch.arange(size, dtype=torch.float64) + 0.5) / size * number[-1]

@@ -23,8 +23,10 @@ DIGITS = 5  # significant digits in the file for people; the JSON has them all
 
 @dataclass(kw_only=True)
 class StageResult:
-    """A stage, the measurements of its values and of the full cache on the tuning samples, and the index of the choice,
-    if any, with its reason."""
+    """A stage, the measurements of its values and of the full cache on the tuning samples, and the choice.
+
+    The choice is an index, if any, with its reason.
+    """
 
     stage: Stage
     points: list[Measured]

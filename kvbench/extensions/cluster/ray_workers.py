@@ -207,7 +207,7 @@ def on_ray(size: int, jobs: Sequence[Sequence[str]]) -> "Iterator[Crew]":
     """
     import ray
 
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nobody asked to send anything anywhere
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no usage statistics are sent
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     stopping = signal.getsignal(signal.SIGTERM)  # Ray puts its own in place, which would leave in the middle of a file
     try:

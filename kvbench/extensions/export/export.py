@@ -264,7 +264,7 @@ def press_of(record: RunRecord) -> str:
 
 
 def folder_name(record: RunRecord, length: str) -> str:
-    """`ruler__4096__Qwen--Qwen3-8B__snapkv__0.75`, and `__query_aware` behind it where the question was seen."""
+    """`ruler__4096__Qwen--Qwen3-8B__snapkv__0.75`, and `__query_aware` after it where the question was seen."""
     parts = [RULER, file_name(length) if length else "", _model(record), press_of(record), f"{ratio_of(record):.2f}"]
     if record.protocol.get("query_aware", True):
         parts.append("query_aware")

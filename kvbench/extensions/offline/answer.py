@@ -97,7 +97,7 @@ def answer(
 
 
 def _chosen(head: Head, methods: Sequence[str] | None) -> list[OfflineRun]:
-    """The runs that are wanted, in their order."""
+    """Requested runs, in order."""
     if methods is None:
         return head.runs
     wanted = set[str]()

@@ -79,7 +79,7 @@ def grade(file: Path, answers: Path, results_dir: Path) -> int:
 
 
 def _task(head: Head, config: RunConfig, parts: Loaders) -> "tuple[TaskSet, Any]":
-    """The task as it is here, whose requests are those of the file."""
+    """Local task, with the requests of the file."""
     from kvbench.models.load import load_outline
 
     parts.check_task(config)

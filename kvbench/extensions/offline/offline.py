@@ -144,7 +144,7 @@ def _outline(config: RunConfig, parts: Loaders) -> "LoadedModel":
 
 
 def _with_full(label: str, method: str, config: RunConfig, task: "TaskSet") -> list[OfflineRun]:
-    """A run, behind that of the full cache which it is compared with."""
+    """A run, after that of the full cache which it is compared with."""
 
     def run(label: str, method: str, config: RunConfig, full: OfflineRun | None = None) -> OfflineRun:
         settings: Any = plain(replace(config, results_dir="results").settings())

@@ -1,4 +1,4 @@
-"""Weights that come in parts: `model.safetensors.part000` and further ones, with digests as `sha256sum` writes them."""
+"""Weights in parts: `model.safetensors.part000` and further ones, with a SHA256SUMS file of `sha256sum`."""
 
 import hashlib
 import os
@@ -13,11 +13,12 @@ PIECE_BYTES = 1 << 20
 
 
 def join(folder: Path) -> None:
-    """Check the files of a folder against its SHA256SUMS, and join those that lie there in parts; a folder without that
-    list is left as it is.
+    """Check the files of a folder against its SHA256SUMS, and join those that are there in parts.
+
+    A folder without that list is unchanged.
 
     Raises:
-        ValueError: Names what is damaged, or the parts that are missing.
+        ValueError: A file is damaged, or parts are missing; the message names them.
     """
     sums = _read(folder / SUMS)
     for name, digest in sums.items():
@@ -42,7 +43,7 @@ def join(folder: Path) -> None:
 
 
 def _read(path: Path) -> dict[str, str]:
-    """Name -> digest."""
+    """Read a SHA256SUMS file: name -> digest."""
     digests = {}
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
         read = re.fullmatch(r"([0-9a-f]{64}) [ *]([^/\\]+)", line)
@@ -61,7 +62,7 @@ def _pieces(path: Path) -> Iterator[bytes]:
 
 
 def _copied(folder: Path, parts: Sequence[str], write: Callable[[bytes], object]) -> Iterator[bytes]:
-    """The content of parts one behind the other, which is written too."""
+    """Yield the concatenated content of parts, and write it too."""
     for part in parts:
         for piece in _pieces(folder / part):
             write(piece)

@@ -1,5 +1,7 @@
-"""The examples that papers draw, carried out on the store's pages and the methods' code: lines that `kvbench paper`
-prints. A test compares each with the paper."""
+"""Examples of papers, carried out on the store's pages and the methods' code.
+
+Lines that `kvbench paper` prints. A test compares each with the paper.
+"""
 
 from collections.abc import Callable
 
@@ -133,7 +135,7 @@ APPROACHES = {
     "KIVI": "kivi",
     "MiniKV": "minikv",
 }
-# A prompt of 1,000 tokens and 100 behind it, of which a method that evicts says that it keeps fewer.
+# A prompt of 1,000 tokens and 100 after it, of which a method that evicts says that it keeps fewer.
 EXTENT = Extent(prompt_tokens=1000, tokens_seen=1100, lists=4, prompt_slots=1000, page_tokens=16, slot_bytes=64.0)
 
 

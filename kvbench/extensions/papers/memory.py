@@ -38,8 +38,8 @@ class Size(NamedTuple):
     """A line of the table; None where there is no number.
 
     Args:
-        score: Of the task's metric.
-        share: Of the full cache's size, as the paper counts both.
+        score: Score in the task's metric.
+        share: Share of the full cache's size, as the paper counts both.
         size_bytes: That size where the paper states it in bytes.
         printed: The share that the paper printed for this row, model and task, in %.
         resident: Share of the FP16 full cache that was resident as the answers ended.
@@ -171,8 +171,11 @@ def _size(paper: Paper, entry: Entry, row: str, run: StoredRun, subset: str, rec
 
 
 def front(sizes: Sequence[Size]) -> list[bool | None]:
-    """Mark lines that no other of their task and subset dominates by best estimates: a larger score at most the same
-    size, or an equal score and less size; None where score or size is unknown."""
+    """Mark lines that no other of their task and subset dominates by best estimates.
+
+    A line dominates with a larger score at most the same size, or an equal score and less size; None where score or
+    size is unknown.
+    """
     marks: list[bool | None] = []
     for one in sizes:
         if one.score is None or one.share is None:

@@ -91,7 +91,7 @@ def run(
 ) -> int:
     """Run an entry's jobs, compare them with the printed cells, and carry out its further commands."""
     codes, began, heading = [0], time.time(), heading_of(paper, entry, others)
-    further = command_lines(entry, cfg, others)  # now: a wrong word should not be told behind hours of work
+    further = command_lines(entry, cfg, others)  # now: a wrong word should not be told after hours of work
     before = command_lines(entry, cfg, _of_model(others), entry.first)
     rows: list[str] = []
     with headed(heading):
@@ -201,8 +201,9 @@ def model_name(words: Sequence[str]) -> str:
 def command_lines(
     entry: Entry, cfg: DictConfig, others: Sequence[str], lines: Sequence[str] | None = None
 ) -> list[tuple[str, list[str]]]:
-    """The further commands of an entry, or these lines of it, each its name and words, with the user's words that it
-    has a setting for.
+    """Further commands of an entry, or these lines of it, each its name and words.
+
+    With the user's words that it has a setting for.
 
     Raises:
         ValueError: Nothing of the entry has a setting of the user's, or it has no jobs for a launcher.
@@ -238,8 +239,11 @@ def _of_model(words: Sequence[str]) -> list[str]:
 
 
 def plan(paper: Paper, entry: Entry, cfg: DictConfig, others: list[str], arguments: list[str]) -> int:
-    """Say what an entry would run: samples and data that are missing, with no model loaded; `plan=timed` also time by a
-    rate measured here, memory and disk; its further commands; and the words that start it, here and on a cluster."""
+    """Print what an entry would run: samples and missing data, with no model loaded.
+
+    `plan=timed` also time by a rate measured here, memory and disk; its further commands; and the words that start it,
+    here and on a cluster.
+    """
     console = terminal.console()
     launcher = [word for word in others if word.startswith("hydra")]
     sweeping.check_launcher(["-m", *launcher])
@@ -285,8 +289,10 @@ def plan(paper: Paper, entry: Entry, cfg: DictConfig, others: list[str], argumen
 
 
 def _counted(jobs: Sequence[list[str]]) -> list[str]:
-    """Count the samples of jobs, task by task, as they are published, and name missing data; no model is loaded, no row
-    read and nothing fetched."""
+    """Count the samples of jobs, task by task, as published, and name missing data.
+
+    No model is loaded, no row read and nothing fetched.
+    """
     from kvbench.config.compose import compose
     from kvbench.tasks import data_files
     from kvbench.tasks.files import at_hand

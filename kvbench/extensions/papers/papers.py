@@ -34,7 +34,7 @@ class Entry:
             stands for `{}` in the line, as `{results}` does for the folder of results. Without tasks, the line is the
             method as `bench` or `bytes` names it.
         first: Lines of commands that run before the jobs and make what these take, written as those of `then`.
-        then: Lines of commands that run behind the jobs. `{results}` is the folder of results, `{at}` the entry as
+        then: Lines of commands that run after the jobs. `{results}` is the folder of results, `{at}` the entry as
             names of files have it, `{model}` the model as `bench` names it, and `{methods}` the list of the methods'
             lines.
         example: Name in `examples.EXAMPLES`: the paper's drawing, carried out by the store's code and printed.
@@ -95,7 +95,7 @@ class Paper:
         name: Its name in published.csv.
         about: Short description.
         models: Printed name of a model -> the hub id that stands for it.
-        entries: In the paper's order, the tables first.
+        entries: Entries in the paper's order, the tables first.
         note: Note on all entries.
     """
 
@@ -145,8 +145,10 @@ def _raw(key: str) -> dict[str, Any]:
 
 
 def _entry(key: str, content: Mapping[str, Any]) -> Entry:
-    """Entry of a file; `like: PAPER AT` inherits missing keys from that entry, `like: AT` from an earlier one of the
-    same paper."""
+    """Entry of a file.
+
+    `like: PAPER AT` inherits missing keys from that entry, `like: AT` from an earlier one of the same paper.
+    """
     known = {item.name for item in fields(Entry)}
     at = str(content.get("at"))
     prefix = f"{key}.yaml: {at}: "

@@ -1,5 +1,6 @@
-"""Printed cells of a paper joined with our runs, each with a verdict. No number is corrected, and only
-equal conditions match: another model or protocol is named and is never a match.
+"""Printed cells of a paper joined with kvbench's runs, each with a verdict.
+
+No number is corrected, and only equal conditions match: another model or protocol is named and is never a match.
 """
 
 from collections.abc import Mapping, Sequence
@@ -80,7 +81,7 @@ def join(paper: Paper, entry: Entry, ran: Sequence[Ran], changed: Sequence[str])
 
     Args:
         ran: The entry's jobs.
-        changed: Words of the user's that change what is asked.
+        changed: Words of the user's that change the task.
     """
     runs: dict[str, list[StoredRun]] = {}
     for row, folder in ran:
@@ -196,8 +197,10 @@ def csv_of(cells: Sequence[Cell]) -> bytes:
 
 
 def grid(cells: Sequence[Cell]) -> list[list[str]]:
-    """The paper's table: a row for each printed model and row, its columns the tasks; below the printed row ours, where
-    there is one. The first line is the heading."""
+    """Table of the paper: a row for each printed model and row, its columns the tasks.
+
+    Below the printed row kvbench's, where there is one. The first line is the heading.
+    """
     if any(cell.printed["unit"] != "points" and cell.printed["metric"] not in SHARES for cell in cells):
         return _listed(cells)
     tasks = list(dict.fromkeys(str(cell.printed["task"]) for cell in cells))

@@ -1,5 +1,7 @@
-"""Printed speeds and sizes joined with the results of a paper's further commands: documents of `bench`, and tables of
-`bytes`. A speed is of its machine and its baseline, so none is ever a match; bytes that are counted can be one.
+"""Printed speeds and sizes joined with the results of a paper's further commands.
+
+Those are documents of `bench`, and tables of `bytes`. A speed is of its machine and its baseline, so none is ever a
+match; bytes that are counted can be one.
 """
 
 import math
@@ -18,7 +20,7 @@ UNITS = {"%": 100.0, "% longer": 100.0, "K tokens": 1e-3, "GB": 1e-9, "MB": 1e-6
 COUNTED = "bytes are counted and have no interval: reproduced are those that round to the printed digits"
 PLACES = {"Lc": "context", "seq": "context", "batch": "batch"}  # a paper's word for a condition -> that of a cell
 PHASES = {"prompt phase": "prompt"}  # any other task is of decode steps
-BYTES, BY_PARTS = "bytes", ", by parts"  # the second stands behind the name of a row whose calls were timed
+BYTES, BY_PARTS = "bytes", ", by parts"  # the second stands after the name of a row whose calls were timed
 
 Document = Mapping[str, Any]  # a document of a bench, or `{"what": "bytes", "rows": ...}` with the lines of a table
 
@@ -67,8 +69,11 @@ def _cell(paper: Paper, entry: Entry, line: dict[str, Any], documents: Sequence[
 
 
 def _value(rows: Mapping[str, Mapping[str, Any]], name: str, key: Sequence[str]) -> Estimate | None:
-    """A number of a row of a bench's cell: `ratio BASE` its speed over a baseline's, `part NAMES` the share of some
-    parts in its time, or a field, with `FIELD BASE` how far it is above that of another row."""
+    """A number of a row of a bench's cell.
+
+    `ratio BASE` is its speed over a baseline's, `part NAMES` the share of some parts in its time; else a field, with
+    `FIELD BASE` relative to that of another row.
+    """
     kind, *more = key
     if (row := rows.get(name + BY_PARTS if kind == "part" else name)) is None:
         return None
@@ -114,8 +119,7 @@ def _bytes(documents: Sequence[Document], name: str) -> float | None:
 def _counted(
     line: dict[str, Any], row: str, scale: float, key: str, num_bytes: float | None, full: float | None
 ) -> Cell:
-    """A size that is counted, or the share that it is below the full cache; reproduced where it has the printed
-    digits."""
+    """A size that is counted, or its share below the full cache; reproduced where it has the printed digits."""
     if num_bytes is None or not full:
         return Cell(printed=line, row=row)
     value = 1 - num_bytes / full if key == "saved" else num_bytes

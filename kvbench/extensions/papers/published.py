@@ -91,7 +91,7 @@ def rows() -> "pd.DataFrame":
 def select(places: Sequence[str] | None = None, **wanted: Sequence[str] | None) -> "pd.DataFrame":
     """The numbers of some papers, models, methods, tasks and places; raises ValueError where no row has a name.
 
-    For each of `SPELLINGS`, and for tables, figures and sections, names in any case and punctuation are wanted; a star
+    For each of `SPELLINGS`, and for tables, figures and sections, case and punctuation of names are ignored; a star
     matches anything; None means all. `figure 15` is both of 15a and 15b.
     """
     result = rows()
@@ -115,7 +115,7 @@ def _locator(name: str) -> str:
 def _fitting(
     what: str, names: Sequence[str], known: Sequence[str], spelling: Callable[[str], str], end: str = "$"
 ) -> set[str]:
-    """The known names that fit some of the wanted ones."""
+    """Known names that match some of the requested ones."""
     fits: set[str] = set()
     for name in names:
         test = re.compile(".*".join(re.escape(spelling(part)) for part in name.split("*")) + end)
@@ -143,8 +143,10 @@ def with_full(rows: "pd.DataFrame", table: list[str], column: str) -> "pd.DataFr
 
 
 def points(task: str, methods: Sequence[str]) -> list[PublishedPoint]:
-    """Printed scores of a task and methods, by our names, that can stand in a picture: with a known memory share, and
-    an uncompressed cache in the same table."""
+    """Printed scores of a task and methods, by kvbench's names, that can be in a picture.
+
+    They have a known memory share, and an uncompressed cache in the same table.
+    """
     frame = rows()
     frame = frame[(frame["task"].map(task_name) == task_name(task)) & (frame["unit"] == "points")]
     frame = with_full(frame, ["paper", "locator", "model", "metric"], "value").dropna(subset=["value_full"])
@@ -183,8 +185,10 @@ class PrintedShare(NamedTuple):
 
 
 def shares(method: str, model: str) -> list[PrintedShare]:
-    """The rows that print the memory of a method, by our name, on a model; read without pandas, which takes longer to
-    load than `kvbench bytes` has to count."""
+    """Rows that print the memory of a method, by kvbench's name, on a model.
+
+    Read without pandas, which takes longer to load than `kvbench bytes` has to count.
+    """
     text = (files(__package__) / "published.csv").read_text(encoding="utf-8")
     listed = [row for row in csv.DictReader(io.StringIO(text)) if method_name(row["method"]) == method_name(method)]
     each = [(row, float(row["memory_pct"] or "nan")) for row in listed if _untuned(row["model"]) == plain(model)]

@@ -1,5 +1,7 @@
-"""The report's chapter "beside the papers": what was printed for the methods, settings and tasks of some runs, beside
-what the runs have, and how the conditions differ. Nothing is matched that is not the same."""
+"""Chapter of the report on papers: the printed numbers next to those of the runs.
+
+For the methods, settings and tasks of some runs, with the differences of the conditions. Only equal conditions match.
+"""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -78,7 +80,8 @@ def _rows(group: Group, run: StoredRun) -> Iterator[dict[str, Any]]:
 def fits(variant: str, known: Mapping[str, Any], of_seen: bool = False) -> bool | None:
     """True where a run has the setting of a paper's variant; None where its name says nothing that can be compared.
 
-    With `of_seen` the paper's percentages are shares of all tokens seen."""
+    With `of_seen` the paper's percentages are shares of all tokens seen.
+    """
     budget = known.get("budget")
     if share := re.match(r"(\d+(?:\.\d+)?)%$", variant):
         budget = known.get("read_budget", budget)
@@ -100,8 +103,10 @@ def fits(variant: str, known: Mapping[str, Any], of_seen: bool = False) -> bool 
 
 
 def differences(stated: Mapping[str, str], known: Mapping[str, Any], is_setting: bool | None) -> tuple[list[str], str]:
-    """The conditions that a paper states and a run has otherwise, in words, with those that are not compared; and what
-    that makes of a run with the same model."""
+    """Conditions that a paper states and in which a run differs, in words, with those that are not compared.
+
+    And the resulting verdict on a run with the same model.
+    """
     notes, other, unknown = [], False, []
     for name, value in stated.items():
         if name in NO_CONDITION:

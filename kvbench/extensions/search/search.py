@@ -1,5 +1,6 @@
-"""`kvbench calibrate what=search`: Optuna looks for settings that hold fewer bytes and lose less, over method, budget,
-precision and allocation at once; the best are judged on samples that took no part in the search.
+"""`kvbench calibrate what=search`: Optuna searches for settings that hold fewer bytes and lose less.
+
+Over method, budget, precision and allocation at once; the best are judged on samples that took no part in the search.
 
 Every setting that is tried has a journal of its own, named by the hash of the run that it is, and the study is a file
 next to them. A search that was stopped goes on; nothing that was measured is measured again.
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 SAMPLERS = ("tpe", "nsga2")
 MOST = 10.0  # margins: a setting that loses more is of no use
-REFUSED = 5  # times as many settings as are wanted may be refused by their methods
+REFUSED = 5  # times the requested number of settings may be refused by their methods
 
 
 def main(cfg: DictConfig, parts: Loaders | None = None) -> int:
@@ -102,7 +103,7 @@ def _wanted(cfg: DictConfig) -> Wanted:
 
 
 def _search(sweep: Sweep, wanted: Wanted, task: TaskSet, full: Trial, result_folder: Path) -> list[Tried]:
-    """Try settings up to the wanted number; earlier trials count."""
+    """Try settings up to the requested number; earlier trials count."""
     import optuna
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend

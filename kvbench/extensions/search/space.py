@@ -1,5 +1,7 @@
-"""The space of a search, as methods declare it, and the settings in it: those tried, those worth a
-held-out trial, and those made by hand, which a search has to beat."""
+"""Space of a search, as methods declare it, and the settings in it.
+
+Those tried, those worth a held-out trial, and those made by hand, which a search has to beat.
+"""
 
 import fnmatch
 from collections.abc import Sequence
@@ -62,8 +64,9 @@ class Searched:
 
 
 def read_space(cfg: DictConfig) -> list[Searched]:
-    """The methods of a search with the varied settings of each; ValueError for one that does not exist or cannot be
-    varied.
+    """Methods of a search with the varied settings of each.
+
+    Raises ValueError for one that does not exist or cannot be varied.
 
     Two configurations of one class that differ in nothing but what is varied are one, the first by name.
     """
@@ -174,8 +177,10 @@ def winners(tried: Sequence[Tried], wanted: Wanted) -> list[Tried]:
 
 
 def by_hand(results_dir: Path, task: str, model: str, wanted: Wanted) -> tuple[list[Tried], str]:
-    """The settings of the stored runs of a task and model, `most` at most, the best first; the shipped ones of the
-    searched methods where none is stored. Also their source: `STORED` or `SHIPPED`."""
+    """Settings of the stored runs of a task and model, at most `most`, the best first.
+
+    The shipped ones of the searched methods where none is stored. Also their source: `STORED` or `SHIPPED`.
+    """
     by_label: dict[str, tuple[float, float, Tried]] = {}
     what, most = LOSSES[wanted.plan.rule.criterion].measure, wanted.cfg.by_hand
     for path in sorted((results_dir / folder_name(task) / folder_name(model)).glob("*/*/run.json")):
@@ -202,8 +207,10 @@ def by_hand(results_dir: Path, task: str, model: str, wanted: Wanted) -> tuple[l
 
 
 def _settings(record: RunRecord) -> Tried | None:
-    """The part of a stored run that can be made again: a method that is a choice here, at the run's settings. No class
-    that a results folder names is imported."""
+    """Reproducible part of a stored run: a method that is a choice here, at the run's settings.
+
+    No class that a results folder names is imported.
+    """
     stored = dict(record.identity.get("method") or {})
     if record.method == FULL or record.method not in files.options("method"):
         return None

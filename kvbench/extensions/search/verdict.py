@@ -1,5 +1,7 @@
-"""The end of a search: is a point beyond the settings made by hand, judged on held-out samples by the code of `pareto`;
-and its printed and written form."""
+"""End of a search: is a point beyond the settings made by hand?
+
+Judged on held-out samples by the code of `pareto`; with its printed and written form.
+"""
 
 import dataclasses
 import json
@@ -98,8 +100,10 @@ def _stored(label: str, trial: Trial) -> StoredRun:
 
 
 def _beyond(panel: Panel, searched: Sequence[Point], hand: Sequence[Point]) -> list[Beyond]:
-    """Points of the search that dominate one on the frontier made by hand; `BETTER` is corrected (Holm) over all
-    pairs of a point found and a dearer point made by hand."""
+    """Points of the search that dominate one on the frontier made by hand.
+
+    `BETTER` is corrected (Holm) over all pairs of a searched point and a dearer point made by hand.
+    """
     sign = 1 if panel.what.higher_is_better else -1
     costs = [point.costs[RESIDENT.name] for point in hand]
     best = best_so_far([cost.value for cost in costs], [p.quality for p in hand], panel.what.higher_is_better)
@@ -123,8 +127,10 @@ def _beyond(panel: Panel, searched: Sequence[Point], hand: Sequence[Point]) -> l
 
 
 def _unbeaten(panel: Panel, searched: Sequence[Point], hand: Sequence[Point]) -> list[Point]:
-    """The points found that no point made by hand, as cheap or cheaper, equals by the estimates; between the cheapest
-    and the dearest of these."""
+    """Points of the search that no point made by hand, as cheap or cheaper, equals by the estimates.
+
+    Between the cheapest and the dearest of these.
+    """
     sign = 1 if panel.what.higher_is_better else -1
     result = []
     for point in searched:

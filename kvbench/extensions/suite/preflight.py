@@ -27,16 +27,16 @@ class Preflight:
 
     Args:
         task: Its name.
-        runs: How many runs.
+        runs: Number of runs.
         samples: Prompts of each run.
         answers: Answers of all runs.
-        there: How many of them are there already.
+        there: Number of complete runs.
         prompt_tokens: Tokens of a prompt on average.
         usual_s: Seconds that the rest takes if answers are as long as the right ones; None where these are not known.
         most_s: If they are as long as they may be.
         memory_bytes: The model, and one full cache and its prompt at the longest sample.
-        disk_bytes: Of the records of all answers that are not there, as long as they may be.
-        device: Where the answers were timed, in words.
+        disk_bytes: Bytes of the records of all missing answers, at their greatest length.
+        device: Description of the device that timed the answers.
     """
 
     task: str
@@ -107,11 +107,13 @@ def _there(one: Experiment) -> int:
 
 
 def _timed(full: Experiment, parts: Loaders) -> tuple[float, float, float, float]:
-    """Time a few answers to the prompt of median length, which is read once: seconds per prompt token, seconds per
-    answer token, bytes of a record without tokens, and bytes per token."""
+    """Time a few answers to the prompt of median length, which is read once.
+
+    Returns seconds per prompt token, seconds per answer token, bytes of a record without tokens, and bytes per token.
+    """
     requests = sorted(full.task.requests, key=lambda request: request.num_prompt_tokens)
     middle = requests[len(requests) // 2]
-    tokens = min(TRIAL_TOKENS, middle.answer_tokens or TRIAL_TOKENS)  # a task of forced texts asks for no answer
+    tokens = min(TRIAL_TOKENS, middle.answer_tokens or TRIAL_TOKENS)  # a task of forced texts has no answers
     outcomes, at = list[Outcome](), list[float]()  # what was answered; when each prompt was begun, and each step ended
     with parts.sharing(PromptCache(needed_bytes(full)[1], keeps_queries=True)):
         engine = parts.make_engine(full.config, full.model, full.policy)
@@ -137,7 +139,7 @@ def _timed(full: Experiment, parts: Loaders) -> tuple[float, float, float, float
 
 
 def _trial(request: Request, name: str, tokens: int) -> Request:
-    """The same prompt, for one answer of so many tokens and no turn behind it."""
+    """The same prompt, for one answer of so many tokens and no turn after it."""
     return replace(
         request,
         sample_id=name,

@@ -19,8 +19,10 @@ def announce(jobs: "Jobs") -> None:
 
 
 def say(run_requests: "Sequence[tuple[DictConfig, str]]", loaders: "Loaders") -> list[str]:
-    """Print the preflight of runs, each given by its configuration and method name; returns the reasons of those left
-    out."""
+    """Print the preflight of runs, each a pair of configuration and method name.
+
+    Returns the reasons of those left out.
+    """
     from kvbench.extensions.suite.preflight import run_preflight
     from kvbench.runs import cross_run_batch
 

@@ -32,8 +32,9 @@ Lines = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class Suite:
-    """A protocol. Its jobs are every line of `tasks` with every line of `methods`; a line's words mean what they mean
-    behind `kvbench -m`.
+    """A protocol: every line of `tasks` is run with every line of `methods`.
+
+    The words of a line mean the same as after `kvbench -m`.
 
     Args:
         every: Words of every job.
@@ -104,8 +105,10 @@ def run(
     sweep: Sweeping,
     announce: "Callable[[Jobs], None] | None" = None,
 ) -> int:
-    """Run all jobs, and write the page; `command` is the user's command, which resumes it. `announce` is called
-    with the jobs first; by default it prints their preflight."""
+    """Run all jobs, and write the page; `command` is the user's command, which resumes it.
+
+    `announce` is called with the jobs first; by default it prints their preflight.
+    """
     from kvbench.extensions.suite import preview
 
     announce = announce or preview.announce
@@ -124,7 +127,7 @@ def jobs(suite: Suite, cfg: DictConfig, others: Sequence[str]) -> list[list[str]
 
 
 def by_method(suite: Suite, cfg: DictConfig, others: Sequence[str]) -> list[tuple[list[str], list[str]]]:
-    """The words of each job, behind those of its line of methods."""
+    """The words of each job, after those of its line of methods."""
     every, mine = shlex.split(suite.every), [word for word in others if not word.startswith("hydra")]
     jobs = []
     for task in _tasks(suite, cfg):
@@ -186,8 +189,10 @@ def _reads_folder(task_cfg: DictConfig, folder: str) -> bool:
 
 
 def _methods(suite: Suite, cfg: DictConfig) -> list[list[str]]:
-    """The lines of methods that are wanted, each of one choice: the suite's, others by their name alone, and the user's
-    own."""
+    """Lines of the requested methods, each of one choice.
+
+    The suite's, others by their name alone, and the user's.
+    """
     known = [words for line in suite.methods for words in sweeping.combinations(shlex.split(line))]
     wanted = patterns(cfg.methods)
     if wanted is None:

@@ -126,7 +126,7 @@ class Worker:
         """List all work.
 
         Args:
-            prompts: How many an item has, at least 1; more where a batch of the run has more.
+            prompts: Number of prompts per item, at least 1; more where a batch of the run has more.
         """
         items = []
         for number in range(1, len(self._lines) + 1):

@@ -89,8 +89,10 @@ def _is_whole(tokens: Mapping[str, list[float]]) -> bool:
 
 
 def drawing_of(group: Group, width: int | None = None) -> Drawing | None:
-    """The curves of a group, in bins of so many tokens or at most sixteen of a power of two; None where no run has
-    numbers of every token."""
+    """Curves of a group, in bins of `width` tokens or at most sixteen of a power of two.
+
+    None where no run has numbers of every token.
+    """
     texts_by_run = {run.name: texts for run in group.runs if (texts := texts_of(run))}
     notes = list(group.notes)
     usual = next((run.name for run in (group.reference, *group.runs) if run and run.name in texts_by_run), None)
@@ -138,8 +140,10 @@ def drawing_of(group: Group, width: int | None = None) -> Drawing | None:
 
 
 def _leaving(bins: Bins, band: Mapping[int, float]) -> int | None:
-    """The bin from which on, to the end, the lower end of the interval of the KL is above the band; None where the last
-    one is not, or has no interval."""
+    """First bin from which to the end the interval of the KL is above the band.
+
+    None where the last one is not, or has no interval.
+    """
     last = None
     for first in sorted(bins, reverse=True):
         low = bins[first][KL].low
@@ -171,8 +175,10 @@ def _bins(records: Sequence[SampleRecord], step: int) -> Bins:
 
 
 def _mean(column: str, values: Sequence[float]) -> Estimate:
-    """The mean of what samples have in one bin. They are means over tokens and no answers of yes or no, so where none
-    differs there is nothing to take an interval from."""
+    """Mean of the samples' values in one bin.
+
+    They are means over tokens and no answers of yes or no, so where none differs there is no interval.
+    """
     if len(set(values)) == 1:
         return Estimate(value=values[0], num_samples=len(values))
     return estimate({"": values}, bounds=(0.0, 1.0 if column == SAME else math.inf))

@@ -193,7 +193,7 @@ def records(ranking: Ranking) -> Iterator[dict[str, Cell]]:
 
 
 def _between(groups: Sequence[Group], metric: str, cfg: DictConfig) -> ViewResult:
-    """Of one measure: whether the groups rank the runs alike."""
+    """Agreement of the groups' rankings of the runs by one measure."""
     pairs = between(groups, metric, cfg)
     if not pairs:
         raise NoResults(f"nothing to rank: no two of {len(groups)} groups share {FEWEST_RUNS} complete runs")

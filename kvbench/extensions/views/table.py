@@ -38,8 +38,11 @@ def _interval(cell: Cell | None, table: PaperTable, cfg: DictConfig) -> str:
 
 
 def sheet(table: PaperTable, cfg: DictConfig) -> Sheet:
-    """The table with `cfg.digits` decimals, an interval in every cell with `cfg.intervals`, else the average's alone;
-    with `cfg.by` as `method` a row for each subset, and a column for each run."""
+    """Table with `cfg.digits` decimals.
+
+    An interval is in every cell with `cfg.intervals`, else in the average's alone; with `cfg.by` as `method` there is a
+    row for each subset, and a column for each run.
+    """
     last = [] if cfg.intervals else [INTERVAL]
     cells_by_row = [[(words, False) for words in ("run", BYTES[table.held], *table.columns.values(), *last)]]
     for row in table.rows:

@@ -41,7 +41,7 @@ class Aime(Problems):
     """The task; a model's context must hold answers of 32,768 tokens unless `protocol.max_new_tokens` says otherwise.
 
     Args:
-        k: Of how many answers pass@k and maj@k are reported; None for 1, 2, 4, ... and `protocol.num_samples`.
+        k: Numbers of answers for which pass@k and maj@k are reported; None for 1, 2, 4, ... and `protocol.num_samples`.
     """
 
     metrics: ClassVar = {
@@ -109,7 +109,7 @@ def bare_answer(latex: str) -> str:
 
 
 def to_integer(text: str) -> int | None:
-    """A whole number as it may stand in a box, also as `042`, `m+n = 113`, `70.0` or `336^\\circ`; None for others."""
+    r"""A whole number as it may stand in a box, also as `042`, `m+n = 113`, `70.0` or `336^\circ`; None for others."""
     if len(text) > MAX_ANSWER_CHARS:
         return None
     bare = _WRAPPERS.sub(" ", bare_answer(text)).strip()
@@ -118,7 +118,7 @@ def to_integer(text: str) -> int | None:
 
 
 def find_answer(text: str) -> str | None:
-    """The last box; without a box, the number behind the last "answer is"; else None, as for an absurdly long one."""
+    """The last box; without a box, the number after the last "answer is"; else None, as for an absurdly long one."""
     answer = last_boxed(text)
     if answer is None:
         answer = next(reversed(_PHRASE.findall(text)), None)
@@ -126,7 +126,8 @@ def find_answer(text: str) -> str | None:
 
 
 def is_right(reference: str, answer: str) -> bool | None:
-    """Tell whether an answer is the right number, written as one or as something that equals it (`\\frac{140}{2}`);
+    r"""Tell whether an answer is the right number, literally or by value (`\frac{140}{2}`).
+
     None where that cannot be judged in time.
 
     Source: lm-eval 0.4.13 aime compares texts, after Hendrycks' normal form.
@@ -143,7 +144,7 @@ def is_right(reference: str, answer: str) -> bool | None:
 
 
 def find_gradable(text: str) -> str | None:
-    """As `find_answer`; None also for one without a digit."""
+    """See `find_answer`; None also for one without a digit."""
     answer = find_answer(text)
     return answer if answer is not None and any(map(str.isdigit, answer)) else None
 

@@ -1,7 +1,8 @@
-"""HumanEval+ and MBPP+ (`task=humaneval_plus`, `task=mbpp_plus`): Python functions, run in a cage on the original and
-the added inputs.
+"""HumanEval+ and MBPP+ (`task=humaneval_plus`, `task=mbpp_plus`).
 
-`complete`: the model continues raw code; `chat`: it is asked for a fenced block in the chat template. Nothing runs
+Python functions, run in a cage on the original and the added inputs.
+
+`complete`: the model continues raw code; `chat`: the chat template requests a fenced block. Nothing runs
 unless `task.allow_code_execution=true`, and nothing where the cage is not complete.
 
 `dataset` reads the rows of the two benchmarks; `extract` makes a program of an answer; `cage/run.py` is the one door to
@@ -31,7 +32,7 @@ class CodeTask(Problems):
     """The task.
 
     Args:
-        form: How the functions are asked for.
+        form: Form of the prompts.
         data_dir: Folder with EvalPlus' file; None for what EvalPlus left in its cache.
         allow_code_execution: The user's consent that code written by the model runs on this machine, in the cage.
     """

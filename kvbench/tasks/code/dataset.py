@@ -76,7 +76,8 @@ def load(
 ) -> dict[str, Rows]:
     """The problems of a benchmark, for lm-eval, as the YAMLs' `custom_dataset`.
 
-    `row` has the fields of the release as one text, so that integers of any size survive."""
+    `row` has the fields of the release as one text, so that integers of any size survive.
+    """
     rows = find_rows(data_file(subset), data_dir)
     documents = [
         {

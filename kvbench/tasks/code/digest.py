@@ -1,6 +1,6 @@
 """Digests of outputs that are too large to send: two values have one digest where Python calls them equal.
 
-Its text goes into the cage behind a program, so it needs the standard library only. A program could change what it
+Its text goes into the cage after a program, so it needs the standard library only. A program could change what it
 computes there; but the digest that is right stays outside, and is as hard to guess as the value.
 """
 

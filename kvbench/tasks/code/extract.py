@@ -1,4 +1,4 @@
-"""From what a model wrote to the program that is graded: the code in it is found by its syntax; nothing of it runs."""
+"""Extracts the program to grade from a model's text: code is recognised by its syntax; nothing of it runs."""
 
 import ast
 import builtins
@@ -32,8 +32,8 @@ _BUILTINS = frozenset(dir(builtins))
 def build_program(prompt: str, entry_point: str, completion: str) -> str:
     """Put the program together that an answer stands for; prompt and answer where no code defines the function.
 
-    What counts as code is what parses. An answer continues the prompt, or is whole: then the last run of lines that
-    parses and defines the function is taken, in a fenced block or not, with what it needs of others, behind the imports
+    Code is whatever parses. An answer continues the prompt, or is whole: then the last run of lines that
+    parses and defines the function is taken, in a fenced block or not, with what it needs of others, after the imports
     and helpers of the prompt. Statements that the function does not need (demonstrations, tests, `input()`) are left
     out. Text up to `</think>` is dropped.
 
@@ -52,7 +52,7 @@ def build_program(prompt: str, entry_point: str, completion: str) -> str:
 
 
 class _Search:
-    """Looks for code in one answer, and parses only so much on the way."""
+    """Search for code in one answer, with a bound on parsing."""
 
     def __init__(self, prompt: str, entry_point: str, answer: str) -> None:
         # Some rows of MBPP+ end with the quotes of their docstring.
@@ -86,7 +86,7 @@ class _Search:
         return None
 
     def _whole(self, text: str) -> str | None:
-        """The last code in a text that defines the function by itself, behind the head of the prompt."""
+        """The last code in a text that defines the function by itself, after the head of the prompt."""
         if self.entry_point not in text:
             return None
         lines = text.split("\n")
@@ -118,7 +118,7 @@ class _Search:
         return without(lines, tree, dependencies(tree, self.entry_point, always).kept) + "\n"
 
     def _regions(self, lines: list[str]) -> Iterator[tuple[ast.Module, int, int]]:
-        """Runs of lines that parse, each as long as can be: the tree, and the first line and the one behind."""
+        """Runs of lines that parse, each as long as can be: the tree, and the first line and the one after."""
         number = 0
         while number < len(lines) and self.left > 0:
             line = lines[number]
@@ -131,7 +131,7 @@ class _Search:
             number = region[1] if region else number + 1
 
     def _longest_from(self, lines: list[str], start: int) -> tuple[ast.Module, int] | None:
-        """The longest run of lines from one on that parses, and the line behind it; None when there is none."""
+        """The longest run of lines from one on that parses, and the line after it; None when there is none."""
         end = len(lines)
         while end > start and self.left > 0:
             text = "\n".join(lines[start:end]) + "\n"
@@ -152,7 +152,7 @@ def _blocks(answer: str) -> list[str]:
         ends = (at for at in range(number + 1, len(fences)) if not fences[at][2] and fences[at][1].startswith(start[1]))
         end = next(ends, None)
         stop = fences[end].start() if end is not None else len(answer)
-        # The end of an answer that began inside a block has no text behind it.
+        # The end of an answer that began inside a block has no text after it.
         if start.group(2).lower() in _PYTHON and answer[start.end() : stop].strip():
             blocks.append(answer[start.end() : stop].strip("\n"))
         if end is None:
@@ -181,9 +181,12 @@ def parse(text: str) -> tuple[ast.Module | None, int]:
 
 
 def _tree(text: str) -> ast.Module:
-    """Tree of `ast.parse`, or its exception. Graders take turns; other threads that parse code in this process do not,
-    and a parse that they disturbed is repeated."""
-    # What a compiler warns of in an answer is nobody's business here, and must not become an error.
+    """Tree of `ast.parse`, or its exception.
+
+    Graders take turns; other threads that parse code in this process do not, and a parse that they disturbed is
+    repeated.
+    """
+    # A compiler's warnings about an answer are irrelevant here, and must not become errors.
     warnings.filterwarnings("ignore", module=re.escape(_FILE))
     # A null byte or half a surrogate pair is as wrong as another control character, and not an error of its own.
     text = text.replace("\0", "\1").encode("utf-8", "replace").decode()
@@ -299,7 +302,8 @@ def dependencies(tree: ast.Module, name: str, always: int = 0) -> Dependencies:
 
     A statement is needed that binds a needed name, or changes what one stands for, or sets something in a module
     (`sys.setrecursionlimit`), and so are the first ones (`always`). One that only uses the name (a print, an assertion,
-    `input()`) is not."""
+    `input()`) is not.
+    """
     imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     imported = {name for node in imports for name in bound_names(node)}
     uses = [_use(statement, imported) for statement in tree.body]

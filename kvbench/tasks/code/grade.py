@@ -1,7 +1,7 @@
-"""Grades answers to HumanEval+ and MBPP+: every call in the cage, every comparison here.
+"""Grades answers to HumanEval+ and MBPP+: calls run in the cage, comparisons run here.
 
-The reference solution runs in a cage of its own; what it returned never enters the cage of an answer. An answer can
-send back what it likes, but it is judged by value against numbers it cannot see.
+The reference solution runs in a separate cage, and its results never enter the cage of an answer. An answer may return
+anything, but is compared by value with results that it cannot see.
 """
 
 import json
@@ -18,8 +18,8 @@ from kvbench.tasks.code.reference import Group, job, reference
 
 # Source: EvalPlus 0.3.1, config.py and eval/__init__.py: four times the reference's time but at least 1 s for a call,
 # and 60 s for all calls.
-# Differs: the times are CPU times, which another program on the machine does not use up; and where the reference takes
-# longer than half of the 60 s, all calls may take twice as long as it does.
+# Differs: times are CPU times, so that other programs on the machine do not count; and where the reference takes longer
+# than half of the 60 s, all calls may take twice its time.
 _CALL_FACTOR, _MIN_CALL_S, _CALLS_FACTOR, _MAX_CALLS_S = 4.0, 1.0, 2.0, 60.0
 _START_S = 5.0
 _MAX_WALL_S = 3600.0
@@ -29,14 +29,14 @@ _LOADING = "loading the program"
 
 @dataclass(frozen=True)
 class GradeResult:
-    """The verdict on one answer.
+    """Verdict on one answer.
 
     Args:
         status: `pass` on all inputs; `fail` a wrong output; `timeout`; `error` an exception, a program that does not
             load or ends itself; `unsupported` an output of a type that cannot be compared.
-        base_passed: All inputs of the original benchmark were answered right.
-        plus_passed: Those and all added ones were.
-        message: What went wrong first, for people; empty on a pass.
+        base_passed: All inputs of the original benchmark passed.
+        plus_passed: Those and all added inputs passed.
+        message: First failure, for people; empty on a pass.
     """
 
     status: str
@@ -53,9 +53,9 @@ def grade(
     Args:
         task: `humaneval_plus` or `mbpp_plus`.
         row: A row of the EvalPlus release file, read as plain JSON.
-        completion: What the model wrote.
+        completion: Text of the model.
         allow_code_execution: The setting `task.allow_code_execution`.
-        limits: What the program may use; its times follow from the reference's.
+        limits: Limits of the program; its times follow from the reference's.
 
     Raises:
         CageRefused: Not allowed, or no isolation on this machine.
@@ -71,7 +71,7 @@ def grade(
     base_passed = False
     for group in groups:
         status, message = _run_group(task, row, program, group, limits)
-        if status == "timeout":  # a machine can be slow for once
+        if status == "timeout":  # once more: the machine may have been busy
             status, message = _run_group(task, row, program, group, limits)
         if status != "pass":
             return GradeResult(status, base_passed, False, message)
@@ -116,7 +116,7 @@ def _run_group(task: str, row: CodeRow, program: str, group: Group, limits: Limi
 
 
 def _judge(task: str, row: CodeRow, group: Group, output: Output) -> tuple[str, str] | None:
-    """The fault of one output; None when nothing is."""
+    """Status and message of a wrong output; None for a right one."""
     text = output.payload[:300].decode("utf-8", "replace") if output.kind != "v" else ""
     if output.index < 0:
         where = _LOADING
@@ -130,12 +130,12 @@ def _judge(task: str, row: CodeRow, group: Group, output: Output) -> tuple[str, 
         return "error", f"{where}: {text}"
     expected = group.expected[output.index]
     if output.kind == "u":
-        # Something, of whatever type, is all that these tasks ask for.
+        # These tasks accept a value of any type.
         if is_match_question(task, row["entry_point"]):
             return None if expected else ("fail", f"{where}: found something where nothing is")
         return "unsupported", f"{where}: {text}"
     try:
-        # A right answer is about as large as the expected one; more is not read.
+        # A right output is about as large as the expected one; a larger one is not decoded.
         if group.large[output.index]:
             same = decode(output.payload, max_nodes=3) == expected
             return None if same else ("fail", f"{where}: a wrong output")

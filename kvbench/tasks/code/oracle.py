@@ -35,8 +35,8 @@ def is_right(task: str, entry_point: str, inputs: Sequence[Value], output: Value
         task: `humaneval_plus` or `mbpp_plus`; the special cases belong to one of them.
         entry_point: Name of the function, which names the problem.
         inputs: Arguments of the call.
-        output: What the solution returned; builtin types.
-        expected: What the reference returned; for `MATCH_TASKS` whether it was not None.
+        output: Return value of the solution; builtin types.
+        expected: Return value of the reference; for `MATCH_TASKS` whether it was not None.
         atol: Absolute tolerance; 0 means exact, but 1e-6 where the expected output is made of floats.
     """
     try:
@@ -108,7 +108,7 @@ def _pyramid_surface(inputs: Sequence[Value], output: Value, expected: Value, at
 
 
 def _digit_distance(inputs: Sequence[Value], output: Value, expected: Value, atol: float) -> bool:
-    """Mbpp/558: digit by digit behind leading zeros, or the digits of the difference (the reference)."""
+    """Mbpp/558: digit by digit after leading zeros, or the digits of the difference (the reference)."""
     texts = [str(number) for number in inputs]
     width = max(map(len, texts))
     aligned = sum(abs(int(one) - int(other)) for one, other in zip(*(text.zfill(width) for text in texts), strict=True))

@@ -34,7 +34,7 @@ _FIELDS = tuple(CodeRow.__annotations__)
 
 
 class UnusableRow(ValueError):
-    """No answer can be graded against a row; the message says why."""
+    """Row against which no answer can be graded; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Group:
 
     Args:
         calls: Arguments of each call.
-        expected: What each returned; for `MATCH_TASKS` whether it was not None; of a large output its `digest`.
-        large: Which outputs are too large to send.
+        expected: Return value of each; for `MATCH_TASKS` whether it was not None; of a large output its `digest`.
+        large: Mask of outputs that are too large to send.
         cpu_s: CPU time of each call, in seconds.
         sent_bytes: Size of all outputs, as sent.
         memory_bytes: Address space that was enough.
@@ -64,7 +64,7 @@ def reference(task: str, row: CodeRow, limits: Limits) -> list[Group]:
     Args:
         task: `humaneval_plus` or `mbpp_plus`.
         row: The row.
-        limits: What an answer may use; a reference may take more time, and more memory where it needs it.
+        limits: Limits of an answer; a reference may take more time, and more memory where it needs it.
 
     Raises:
         UnusableRow: The row lacks a field, or its reference solution does not run.

@@ -1,8 +1,8 @@
 """`task=custom`: questions of the user's own, from a JSONL file, graded by a metric chosen by name.
 
-A row has `context`, `question` and `answers`, or `messages` and `answers`. Models with a chat template are asked as a
-chat (`protocol.chat_template=never` for none). With `turns`, further questions and their answers, a row is a
-conversation: each question is read into the compressed cache behind the answer before it. With
+A row has `context`, `question` and `answers`, or `messages` and `answers`. Models with a chat template get a chat
+(`protocol.chat_template=never` for none). With `turns`, further questions and their answers, a row is a
+conversation: each question is read into the compressed cache after the answer before it. With
 `protocol.query_aware=false` the context is compressed before the question is seen; of messages, the last one is the
 question and the others are the context. A broken row is named by file and line, and the rest run.
 """
@@ -38,9 +38,9 @@ class Custom(Task):
 
     Args:
         file: The JSONL file.
-        metric: What the answers are graded by.
+        metric: Metric of the answers.
         separator: Between context and question.
-        answer_prefix: How the answer begins.
+        answer_prefix: Beginning of the answer.
         max_new_tokens: Length limit of an answer.
         stop: Texts that end an answer.
     """

@@ -56,8 +56,8 @@ def unused_fields(row: Mapping[str, Any], metric: str, settings: Collection[str]
 
     Args:
         row: Any JSON object; a field that is null counts as missing.
-        metric: What the row is graded by.
-        settings: Full names of the settings that say how all rows are asked, such as `task.answer_prefix`.
+        metric: Metric of the row.
+        settings: Full names of settings of all rows' prompts, such as `task.answer_prefix`.
 
     Raises:
         ValueError: A field has the name of a setting, or is a misspelt field.
@@ -99,7 +99,7 @@ def check_row(row: Mapping[str, Any], *, metric: str, requires_context: bool) ->
             `role` and `content`, the last of the user. `answers`, a text or a list of texts. For the metric `choice`,
             `choices`, and `answers` is one of them or its place from 0. `turns`, further questions with their answers,
             makes it a conversation. `subset` and `id` may be there.
-        metric: What the row is graded by.
+        metric: Metric of the row.
         requires_context: The context is compressed before the question is seen.
     """
     messages = _messages(row["messages"]) if row.get("messages") is not None else None
@@ -129,7 +129,7 @@ def check_row(row: Mapping[str, Any], *, metric: str, requires_context: bool) ->
 
 
 def _turns(value: object, metric: str) -> list[dict[str, Any]]:
-    """The questions behind the first answer: each with `question` and `answers`."""
+    """The questions after the first answer: each with `question` and `answers`."""
     if value is None:
         return []
     if metric == CHOICE:

@@ -1,5 +1,8 @@
-"""Metrics of `task=custom`. Each scores a right answer 1 against itself and 0 against an empty answer, or the row is
-set aside (`check_answers`); `absent` does the reverse, and `regex` refuses patterns that every text matches."""
+"""Metrics of `task=custom`.
+
+Each scores a right answer 1 against itself and 0 against an empty answer, or the row is set aside (`check_answers`);
+`absent` does the reverse, and `regex` refuses patterns that every text matches.
+"""
 
 import re
 import string
@@ -80,7 +83,7 @@ def contains(text: str, answer: str) -> float:
 
 
 def rouge_l(text: str, answer: str) -> float:
-    """LongBench's ROUGE-L; an answer of nothing but full stops, which has no sentence, is compared as it is."""
+    """LongBench's ROUGE-L; an answer of nothing but full stops, which has no sentence, is compared unchanged."""
     text, answer = plain(text), plain(answer).strip()
     return rouge(text, answer) if answer.strip(".") else float(text == answer)
 
@@ -127,8 +130,10 @@ METRICS = (*SCORES, CHOICE)
 
 
 def grade(metric: str, text: str, answers: Sequence[str]) -> float:
-    """Score what the model wrote, without its thoughts: the best over the answers, for `contains_all` the mean,
-    for `absent` the worst."""
+    """Score a text without its thoughts: the best over the answers.
+
+    For `contains_all` the mean, for `absent` the worst.
+    """
     values = [SCORES[metric][0](text.strip(), answer) for answer in answers]
     if metric == ABSENT:
         return min(values)
@@ -136,7 +141,7 @@ def grade(metric: str, text: str, answers: Sequence[str]) -> float:
 
 
 def check_answers(metric: str, answers: Sequence[str]) -> None:
-    """Check that a metric tells each right answer from an empty one.
+    """Check that a metric distinguishes each right answer from an empty one.
 
     Raises:
         ValueError: It does not, or a regular expression is none.

@@ -2,8 +2,7 @@
 
 The full cache goes on from a piece of text for so many tokens; nothing ends it before. Every method is then forced to
 give the same tokens, and each token's KL, first choice and NLL are kept (`conf/task/drift.yaml` sets `fidelity` so).
-Beside that every method answers freely, which shows how much it repeats itself, and how often it would have ended
-before.
+Every method also answers freely, which shows its repetitions, and how often it would have ended before.
 """
 
 from collections.abc import Iterable
@@ -23,7 +22,7 @@ from kvbench.tasks.taskset import MetricInfo, TaskSet
 
 @dataclass(kw_only=True)
 class DriftSet(TaskSet):
-    """The task; answers are judged by their tokens and by where they wanted to end."""
+    """The task; answers are judged by their tokens and their end tokens."""
 
     def score_outcome(self, request: Request, outcome: Outcome) -> dict[str, float]:
         """See `TaskSet`."""
@@ -35,7 +34,7 @@ class DriftSet(TaskSet):
         }
 
     def aggregate(self, records: Iterable[dict]) -> dict:
-        """As `TaskSet`, and `free`: each score over the free answers."""
+        """See `TaskSet`, and `free`: each score over the free answers."""
         records = list(records)
         result = super().aggregate(records)
         by_metric: dict[str, dict[str, list[float]]] = {name: {} for name in self.metrics}
@@ -56,12 +55,12 @@ class Drift(Task):
     """The task; no chat template is used, and there is no question.
 
     Args:
-        tokens: Of an answer.
-        prompt_tokens: Of text, that an answer goes on from.
+        tokens: Tokens of an answer.
+        prompt_tokens: Tokens of the text that an answer continues.
         items: Answers.
         file: The text; None for the documentation that ships with Python.
-        temperature: Of the answers, where the protocol is greedy.
-        top_p: Likewise.
+        temperature: Temperature of the answers, where the protocol is greedy.
+        top_p: As `temperature`, for nucleus sampling.
     """
 
     metrics: ClassVar = {

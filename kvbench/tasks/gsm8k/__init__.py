@@ -29,7 +29,7 @@ _ANNOTATION = re.compile(r"<<[^<>]*>>")  # of the calculator: <<48/2=24>>
 _VALUE = rf"(?:{NUMBER}(?:\s?(?:[-+*/\u2212\u00d7\u00f7]|\\times|\\cdot)\s?{NUMBER}){{1,20}}+\s?=\s?)?+({TERM})"
 _HASHES = re.compile(rf"####\s*+(?:\*\*)?({TERM})")
 _SENTENCE = re.compile(rf"\bThe answer is\s*+{_VALUE}")
-# What chat models put between the phrase and the number: a colon, bold, mathematics.
+# Marks that chat models put between the phrase and the number: a colon, bold, mathematics.
 _PHRASE = re.compile(
     r"\banswer\s*+(?:is|:)[\s:*]*+(?:(?:approximately|about)[\s:*]*+)?(?:\\[(\[]|\\boxed\{|\$|\s)*+" + _VALUE,
     re.IGNORECASE,
@@ -96,7 +96,7 @@ class Gsm8k(Problems):
     """The task.
 
     Args:
-        form: How the problems are asked.
+        form: Form of the prompts.
     """
 
     metrics: ClassVar = {
@@ -180,16 +180,16 @@ def _gold(form: str, row: Mapping[str, Any]) -> str:
 
 
 def find_answer(text: str, last: bool = False) -> Decimal | None:
-    """The number behind `####`, else behind "The answer is" or a looser form of it, in the last box, or the last one.
+    """The number after `####`, else after "The answer is" or a looser form of it, in the last box, or the last one.
 
     Args:
         text: The answer, thoughts removed.
-        last: Take the last marked number where there are several, and not the first: behind few-shot prompts a base
+        last: Take the last marked number where there are several, and not the first: after few-shot prompts a base
             model goes on with other problems.
 
     Source: lm-eval 0.4.13 gsm8k (strict and flexible filters) and gsm8k_cot, joined; the original's `####`.
     Differs: one rule for all forms; currency signs, marks for the thousands and trailing dots do not matter; 18.00 is
-        18; the minus of typesetting is one; behind the phrase, 3 + 4 = 7 is 7. What is more than a number is none:
+        18; the minus of typesetting is one; after the phrase, 3 + 4 = 7 is 7. Anything more than a number is none:
         1/2, 15 or 16, 15^2. lm-eval's strict filters take 1, 15 and 15 of these, its flexible one 2, 16 and 2: a right
         answer by where a pattern ends, which a broken cache finds often.
     """
@@ -208,7 +208,7 @@ def is_marked(text: str) -> bool:
 
 
 def has_several(text: str) -> bool:
-    """Tell whether a text has unlike numbers behind the mark that its answer is read from."""
+    """Tell whether a text has unlike numbers after the mark that its answer is read from."""
     marked = next(filter(None, (pattern.findall(text) for pattern in _MARKS)), [])
     return len({to_number(number) for number in marked}) > 1
 

@@ -1,4 +1,4 @@
-"""`task=lm_eval task.name=NAME`: any task of lm-eval, asked and scored by it, answered through the compressed cache.
+"""`task=lm_eval task.name=NAME`: any task of lm-eval, prompted and scored by it, answered through the compressed cache.
 
 Prompts, choices, filters and metrics are lm-eval's own. Answers are generated and choices scored over the pages: the
 prompt is prefilled once, compressed, and its last token is read after that, so that even one-letter choices depend on
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from lm_eval.api.task import Task as LmEvalTask
     from transformers import PreTrainedTokenizerBase
 
-# What the documents of lm-eval's tasks call the text that a question is about.
+# Names of the field, in documents of lm-eval's tasks, with the text that a question is about.
 CONTEXT_FIELDS = ("context", "passage", "article", "document", "story", "text", "content", "input")
 _OTHER_WAY = "`kvbench lm_eval --model kvbench --tasks ...` runs it in lm-eval's own loop"
 
@@ -48,12 +48,12 @@ class HarnessTask(Task):
 
     Args:
         name: A task, a group or a tag.
-        harness: Whose task it is.
-        num_fewshot: In front of each question; None for the task's own number.
+        harness: Harness of the task.
+        num_fewshot: Examples in front of each question; None for the task's number.
         include_path: Folder with task YAMLs of the user's own, searched first.
         data_dir: Folder with a copy of the data set's repository; None for the cache, then the hub.
         metric: The one that stands for the task; None for the first.
-        metadata: What lm-eval tells every task, for those that make their own data; None for the model's tokenizer
+        metadata: lm-eval's metadata of every task, for tasks that make their data; None for the model's tokenizer
             alone.
         context_field: The field of a document that is its context, for `protocol.query_aware=false`; None for the first
             of `CONTEXT_FIELDS` that it has.

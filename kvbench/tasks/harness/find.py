@@ -39,7 +39,8 @@ def _files(root: Path) -> list[Path]:
 def folders_of(name: str, roots: Iterable[Path]) -> list[Path]:
     """The folders that define a task, a group or a tag: one, or more for a tag; none where it is unknown.
 
-    The first of the roots that has the name counts."""
+    The first of the roots that has the name counts.
+    """
     wanted = name.encode()
     for root in roots:
         files = _files(root)
@@ -73,7 +74,7 @@ def manager_of(
         include_path: Folders with further task YAMLs; they are looked in first.
         extra: Folders that are looked in last.
         kind: The class of manager; lm-eval's by default.
-        metadata: What the manager tells every task that it makes.
+        metadata: Metadata that the manager passes to every task that it makes.
 
     Raises:
         ValueError: No such name, or no such folder; the message has the nearest names.
@@ -271,7 +272,7 @@ def leaves_of(name: str, index: Mapping[str, Any]) -> list[str]:
 
 @contextmanager
 def _offline() -> Iterator[None]:
-    """No network for the data libraries: their client retries for half a minute where there is none."""
+    """Context without network for the data libraries: their client retries for half a minute where there is none."""
     import datasets
     from huggingface_hub import constants
 

@@ -36,7 +36,8 @@ class Doc:
     def results(self, responses: list[object]) -> dict[str, Any]:
         """Run lm-eval's filters and metrics on the responses to this document alone.
 
-        A metric behind a named filter is called `metric,filter`."""
+        A metric with a named filter is called `metric,filter`.
+        """
         for instance, response in zip(self.instances, responses, strict=True):
             instance.resps, instance.filtered_resps = [response], {}
         results: dict[str, Any] = {}
@@ -114,7 +115,7 @@ class HarnessTaskSet(TaskSet):
         return scores
 
     def aggregate(self, records: Iterable[dict]) -> dict:
-        """As `TaskSet.aggregate`, and further `lm_eval`: task -> metric -> what lm-eval itself would report.
+        """See `TaskSet.aggregate`, and further `lm_eval`: task -> metric -> what lm-eval itself would report.
 
         Metrics of a whole corpus (F1, Matthews correlation, BLEU, perplexity) are only there.
         """

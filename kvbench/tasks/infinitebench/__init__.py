@@ -37,7 +37,7 @@ class Subset:
 
     begin: str  # what stands before the text
     prefix: str  # how the answer begins; empty where it just begins
-    answer_tokens: int  # longest answer behind the prefix
+    answer_tokens: int  # longest answer after the prefix
     rows: int
 
 
@@ -57,7 +57,7 @@ SUBSETS = {
     ),
 }
 GROUPS = {"retrieval": tuple(SUBSETS)}
-# A chat model that begins its answer itself needs more than the few tokens behind the prefix.
+# A chat model that begins its answer itself needs more than the few tokens after the prefix.
 WHOLE_ANSWER_TOKENS = 50
 
 
@@ -150,8 +150,10 @@ def data_file(subset: str) -> DataFile:
 
 
 def check_row(row: Mapping[str, object]) -> dict[str, Any]:
-    """Check the object of a line: `context` (in some copies `content`), `input`, `answer` (a text, or the first of a
-    list)."""
+    """Check the object of a line.
+
+    `context` (in some copies `content`), `input`, `answer` (a text, or the first of a list).
+    """
     value = row.get("answer")
     answer = value[0] if isinstance(value, list) and value else value
     texts = {"context": text_field(row, "context", "content"), "input": text_field(row, "input")}

@@ -1,4 +1,4 @@
-"""`task=instructions`: two instructions in the system prompt, a long text behind them, and whether both still hold.
+"""`task=instructions`: two instructions in the system prompt, a long text after them, and whether both still hold.
 
 A cache that drops instructions answers questions about a text as well as ever. Here the system prompt gives two rules
 (a format, forbidden words, a language), the user shows a text that has nothing to do with them, and then asks for a
@@ -42,9 +42,9 @@ class TwoRules(Task):
     """The task; the protocol's system message stands before the instructions.
 
     Args:
-        pairs: Which two kinds of instructions.
-        lengths: Of prompt, chat template and answers together.
-        items: Of each pair and length.
+        pairs: Pairs of kinds of instructions.
+        lengths: Tokens of prompt, chat template and answers together.
+        items: Items per pair and length.
         turns: Questions in each conversation.
         data_dir: Folder with essays, as for RULER; None for text of kvbench's own.
     """
@@ -120,7 +120,7 @@ class TwoRules(Task):
 
 @contextmanager
 def _in_words_of_the_task(model: "LoadedModel") -> Iterator[None]:
-    """Name the task where a template has no system message: no setting asked for one."""
+    """Name the task where a template has no system message: no setting requested one."""
     try:
         yield
     except NoSystemMessage as error:

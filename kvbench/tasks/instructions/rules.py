@@ -49,7 +49,7 @@ class Format:
         return answer.count("|") >= 2 and answer.count("|") > answer.count(",")
 
     def write(self, items: Sequence[str]) -> str:
-        """A list as the rule wants it."""
+        """A list in the form of the rule."""
         text = (" | " if self.kind == "bars" else ", ").join(items)
         if self.kind == "begin":
             return f"{self.word}: {text}"

@@ -1,4 +1,4 @@
-"""`task=longbench`: the 16 English subsets of LongBench and the 13 of LongBench-E, as their authors ask and score.
+"""`task=longbench`: the 16 English subsets of LongBench and the 13 of LongBench-E, with their prompts and scores.
 
 Prompts, answer lengths and scores are in the YAMLs of this folder (one lm-eval task per subset) and in `metrics.py`.
 Kept from the official code: prompts without change (narrativeqa's "asconcisely" too), cutting from the middle, no chat
@@ -7,9 +7,9 @@ the newline as an end token of samsum.
 
 Source: LongBench config/dataset2prompt.json, config/dataset2maxlen.json, pred.py, eval.py, metrics.py at 2e00731.
 Differs: the chat template is the tokenizer's own (the official code has hand-written ones for eight models of 2023);
-    prompts are cut to what the model holds beside answer and template unless `task.max_prompt_tokens` says otherwise;
-    the ratio behind the code scores is pinned (see `metrics.code_similarity`). With `protocol.query_aware=false` the
-    prompt is divided after the document: nothing behind the context, neither question nor closing instruction, is seen
+    prompts are cut to what the model holds with answer and template unless `task.max_prompt_tokens` says otherwise;
+    the ratio after the code scores is pinned (see `metrics.code_similarity`). With `protocol.query_aware=false` the
+    prompt is divided after the document: nothing after the context, neither question nor closing instruction, is seen
     before compression.
 """
 
@@ -51,7 +51,7 @@ GROUPS = {"en": ENGLISH, "e": LONGBENCH_E}
 # Rows as the authors publish them (the hub's viewer of their repository); the others have 200, and 300 in LongBench-E.
 ROWS = {"multifieldqa_en": 150, "lcc": 500, "repobench-p": 500}
 ROWS |= {"qasper_e": 224, "multifieldqa_en_e": 150, "multi_news_e": 294}
-# The data set moved from the first id to the second; the hub and local caches may know it by either.
+# The data set moved from the first id to the second; the hub and local caches may have it under either.
 NEXT_LINE = "Next line of code:\n"  # at the end of the prompts about code
 HUB_REPOS, HUB_ARCHIVE = ("THUDM/LongBench", "zai-org/LongBench"), "data.zip"
 
@@ -127,7 +127,7 @@ class LongBench(Task):
 def make_request(
     task: "LmEvalTask", builder: PromptBuilder, doc: dict, subset: str, next_line: bool = True
 ) -> "Request":
-    """The request of one document; its prompt is divided behind the context."""
+    """The request of one document; its prompt is divided after the context."""
     prompt = task.doc_to_text(doc)
     head, _, _ = task.config.doc_to_text.partition("{{context}}")
     border = len(head) + len(doc["context"])

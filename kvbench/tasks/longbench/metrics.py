@@ -75,8 +75,9 @@ def _positions(words: Sequence[str]) -> dict[str, list[int]]:
 
 
 def _common_words(wanted: Sequence[str], predicted: Sequence[str], positions: dict[str, list[int]]) -> set[str]:
-    """Words on one longest common subsequence: of several, the one that the package finds. `places` has where each word
-    of `predicted` stands in it.
+    """Words on one longest common subsequence: of several, the one that the package returns.
+
+    `positions` has where each word of `predicted` occurs in it.
 
     The usual table of lengths is never written. Of its row for the first words of `wanted`, an integer has bit j where
     the length grows with word j of `predicted`; the next row follows by one addition, whose carry moves each growth to
@@ -159,7 +160,7 @@ def code_similarity(prediction: str, reference: str, all_classes: Sequence[str] 
 
 
 def first_line(prediction: str) -> str:
-    """The first line behind leading line breaks: the official rule for trec, triviaqa and samsum."""
+    """The first line after leading line breaks: the official rule for trec, triviaqa and samsum."""
     return prediction.lstrip("\n").split("\n")[0]
 
 

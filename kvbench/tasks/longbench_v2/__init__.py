@@ -1,14 +1,14 @@
 """`task=longbench_v2`: 503 questions with four choices about texts of 8,000 to two million words.
 
 The model answers in words, and the letter is taken from "The correct answer is (A)", as the authors do; or with
-`task.form=choices` the four letters are scored behind these words, which small models can do, too. Scores are reported
+`task.form=choices` the four letters are scored after these words, which small models can do, too. Scores are reported
 by difficulty, length and domain.
 
 Source: Bai et al., "LongBench v2", 2024 (arXiv 2412.15204); prompts/0shot.txt of THUDM/LongBench. Its pred.py was not
     at hand: the rule for the letter and the 128 tokens of an answer were not compared with it.
 Differs: answers are greedy where the protocol does not sample (the authors sample at a temperature of 0.1); an answer
     without a letter scores 0 (their `compensated` gives it 0.25). With `protocol.query_aware=false` the prompt is
-    divided behind the text.
+    divided after the text.
 """
 
 import re
@@ -101,7 +101,7 @@ class LongBenchV2(Task):
 
 
 def question_of(question: str, choices: Sequence[str]) -> str:
-    """The prompt behind the text."""
+    """The prompt after the text."""
     listed = "".join(f"({letter}) {choice}\n" for letter, choice in zip(LETTERS, choices, strict=True))
     return f"\n</text>\n\nWhat is the correct answer to this question: {question}\nChoices:\n{listed}\n{_FORMAT}"
 

@@ -40,8 +40,8 @@ class LongContext(Task):
 
     Args:
         kinds: The kinds of questions.
-        length: Of each prompt.
-        items: Of each kind.
+        length: Tokens of each prompt.
+        items: Items per kind.
     """
 
     metrics: ClassVar = {

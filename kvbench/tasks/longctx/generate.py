@@ -33,7 +33,7 @@ NOUNS = (
 
 
 def make_doc(kind: str, index: int, *, tokenizer: "PreTrainedTokenizerBase", length: int, seed: int) -> dict:
-    """Write one document whose prompt is as long as asked.
+    """Write one document whose prompt has the requested length.
 
     Kind, index and seed decide everything; items do not depend on how many others are made, and the facts asked for do
     not depend on the length, which is the most tokens of the prompt, special ones included.

@@ -46,9 +46,9 @@ class Math500(Problems):
     """MATH-500.
 
     Args:
-        form: How the problems are asked.
+        form: Form of the prompts.
         levels: Those of some levels of difficulty alone; None for all of them.
-        k: Of how many answers pass@k and maj@k are reported; None for 1, 2, 4, ... and `protocol.num_samples`.
+        k: Numbers of answers for which pass@k and maj@k are reported; None for 1, 2, 4, ... and `protocol.num_samples`.
     """
 
     metrics: ClassVar = {

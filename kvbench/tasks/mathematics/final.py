@@ -1,4 +1,4 @@
-"""The final answer of a mathematical text: a box, what stands behind "the answer is", or the last mathematics."""
+"""The final answer of a mathematical text: a box, what stands after "the answer is", or the last mathematics."""
 
 import re
 from collections import deque
@@ -26,7 +26,7 @@ _LAST_NUMBER = re.compile(rf"[{MINUS}]?\d++(?:(?:,|{GROUP})\d{{3}}(?!\d))*+(?:\.
 _MARKUP = re.compile(r"[\s*_`#]*+")  # of Markdown
 _OPENING = re.compile(r"(?:\s|\\[(\[]|\$)*+")  # of mathematics that is never closed
 _JOINT = re.compile(r"\s*+(?:[,;](?:\s*+(?:and|or)\b)?|and\b|or\b)\s*+", re.IGNORECASE)
-# A number of things, `12,345 people`: math-verify knows some units and takes other words for products of letters.
+# A number of things, `12,345 people`: math-verify has some units and reads other words as products of letters.
 _COUNT = re.compile(
     rf"([{MINUS}]?\d[\d,]*+(?:\.\d++)?)\s++"
     r"(?!(?:hundred|thousand|million|billion|trillion|dozen|plus|minus|times|over|choose|factorial|squared|cubed|more|less)"
@@ -74,8 +74,11 @@ def _last_mathematics(text: str) -> str | None:
 
 
 def _behind(text: str) -> str | None:
-    """The answer at the beginning of a text: the first mathematics that begins on its first line, however many lines
-    that goes on for, else the line itself; where that only announces the answer, the same of the next line."""
+    """Answer at the beginning of a text.
+
+    The first mathematics that begins on its first line, however many lines that goes on for, else the line itself;
+    where that only announces the answer, the same of the next line.
+    """
     text = _MARKUP.sub("", text, count=1)
     line, _, rest = text.partition("\n")
     latex = _begun_within(text, len(line))
@@ -106,8 +109,10 @@ def _last_number(text: str) -> str | None:
 
 
 def _mathematics(text: str) -> Iterator[_Span]:
-    """The mathematics between dollars, `\\(` and `\\)`, `\\[` and `\\]`, or of an environment, in order; an escaped
-    dollar is none."""
+    r"""Mathematics between dollars, `\(` and `\)`, `\[` and `\]`, or of an environment, in order.
+
+    An escaped dollar is none.
+    """
     position, closed = 0, set[str]()
     while sign := _MATH.search(text, position):
         position = sign.end()
@@ -131,8 +136,10 @@ def _mathematics(text: str) -> Iterator[_Span]:
 
 
 def _result(latex: str, whole: bool = False) -> str:
-    """Result of mathematics over several lines: the last line; of a `whole` answer all, unless each goes on with an
-    equals sign."""
+    """Result of mathematics over several lines: the last line.
+
+    Of a `whole` answer all, unless each goes on with an equals sign.
+    """
     while len(latex) <= MAX_BLOCK_CHARS and (block := _BLOCK.fullmatch(latex)):
         rows = [bare for row in _rows(block[2]) if (bare := row.strip().rstrip(".,").strip())]
         goes_on = not whole or all(row.startswith("=") for row in rows[1:])

@@ -38,8 +38,8 @@ class Ruler(Task):
 
     Args:
         tasks: Names of RULER's tasks, or of `GROUPS`.
-        lengths: Of prompt, chat template and answer together.
-        items: Of each task and length.
+        lengths: Tokens of prompt, chat template and answer together.
+        items: Items per task and length.
         answer_prefix: The prompt ends with the beginning of the answer.
         data_dir: Folder with the essays and the files of the questions; None for text of kvbench's own.
     """

@@ -16,7 +16,7 @@ from kvbench.tasks.ruler.document import Document, Job, longest
 from kvbench.tasks.ruler.makers import Needles
 from kvbench.tasks.ruler.words import vocabulary
 
-# What a coded text needs so that its fourth word is seen less often than its third.
+# Least length of a coded text in which the fourth word occurs less often than the third.
 FEWEST_CODED_WORDS = 60
 _CONTROL = re.compile(r"[\x00-\x1f]")
 

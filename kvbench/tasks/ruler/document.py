@@ -32,7 +32,7 @@ class Document:
         return self.context + self.question + self.prefix
 
     def unbegun(self) -> "Document":
-        """This document with the beginning of its answer left to the model."""
+        """Copy in which the model also writes the beginning of the answer."""
         return replace(self, prefix="", gold=self.prefix + self.gold)
 
     def request(self, builder: PromptBuilder, sample_id: str, subset: str, meta: dict[str, Any]) -> Request:
@@ -53,7 +53,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Job:
-    """Everything that decides a document, beside the units of filler."""
+    """Everything that decides a document, except the units of filler."""
 
     seed: str  # seeds everything random
     length: int  # tokens of prompt and answer
@@ -96,7 +96,7 @@ def longest(
 
 
 def check_lengths(lengths: list[int], ask: Ask, answers: int = 1) -> None:
-    """Raises ValueError for a length that the model does not hold, beside the thoughts of so many answers."""
+    """Raises ValueError for a length that the model does not hold with the thoughts of so many answers."""
     model, thoughts = ask.model, answers * (ask.protocol.thinking_tokens or 0)
     if max(lengths) + thoughts > model.max_tokens:
         extra = f" beside {thoughts} of thoughts (protocol.thinking_tokens)" if thoughts else ""

@@ -39,11 +39,11 @@ class Needle(Task):
     """The task.
 
     Args:
-        lengths: Of prompt, chat template and answer together.
-        depths: How many depths, evenly from the beginning to the end of the text, or which, in percent of it.
-        items: Of each cell.
-        needles: In each prompt.
-        values: What the needles hold.
+        lengths: Tokens of prompt, chat template and answer together.
+        depths: Number of depths, evenly from the beginning to the end of the text, or a list of them, in percent of it.
+        items: Items per cell.
+        needles: Needles per prompt.
+        values: Kind of the needles' values.
         answer_prefix: The prompt ends with the beginning of the answer.
         data_dir: Folder with the essays; None for text of kvbench's own.
     """
@@ -116,13 +116,13 @@ def write(
 
     Args:
         item: Decides keys, values, where the text begins, and where other needles lie.
-        depth: Where the needle that is asked for lies, in percent of the sentences.
+        depth: Position of the needle in question, in percent of the sentences.
     """
     rng, keys = Random(f"kvbench/needle/{item}"), dict[str, str]()
     while len(keys) < spec.num_keys:
         keys.setdefault(draw(spec.keys, rng), draw(spec.values, rng))
     start = rng.randrange(len(text.words))
-    # From a sentence's beginning on: behind the next word that ends one.
+    # From a sentence's beginning on: after the next word that ends one.
     ends = (at for at in range(start, start + len(text.words)) if text.words[at % len(text.words)].endswith("."))
     start = (next(ends, start) + 1) % len(text.words)
     rotated = replace(text, words=text.words[start:] + text.words[:start])

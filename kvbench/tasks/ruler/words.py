@@ -25,7 +25,7 @@ QA_URLS = {
     "qa_1": "https://rajpurkar.github.io/SQuAD-explorer/dataset/dev-v2.0.json",
     "qa_2": "https://huggingface.co/datasets/namlh2004/hotpotqa (hotpot_dev_distractor_v1.json)",
 }
-# Sentences end before white space. Punkt, which the original asks, also knows abbreviations.
+# Sentences end before white space. Punkt, which the original uses, also handles abbreviations.
 _SENTENCE_BREAK = re.compile(r"(?<=[.!?])\s+|(?<=[.!?][\"')\]])\s+")
 _WORD = re.compile(r"\b[a-z]{3,12}\b")
 
@@ -144,8 +144,10 @@ def _essay_source(data_dir: str, needed: bool) -> Source | None:
 
 
 def has_files(data_dir: str, names: Sequence[str]) -> bool:
-    """Tell whether a folder has one of some files, in whatever format, readable or not; endings of names do not
-    count."""
+    """Tell whether a folder has one of some files, in any format, readable or not.
+
+    Extensions do not count.
+    """
     stems = [name.removesuffix(".json") for name in names]
     folders = [_root(data_dir), *(_root(data_dir) / name for name in FOLDERS)]
     return any(path.name.startswith(f"{stem}.") for folder in folders for path in folder.glob("*") for stem in stems)

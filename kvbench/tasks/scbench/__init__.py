@@ -1,12 +1,12 @@
 """`task=scbench`: many questions about one long context, from SCBench's files.
 
 Five of its twelve subsets, whose scores are found texts. As a conversation (`form=turns`) each question is read into
-the compressed cache behind the answer before it. As requests of their own (`form=requests`) with
+the compressed cache after the answer before it. As requests of their own (`form=requests`) with
 `protocol.query_aware=false`, all questions of a context share its compressed cache: SCBench's multi-request mode.
 
 Source: Li et al., "SCBench: A KV Cache-Centric Analysis of Long-Context Methods", 2024; scbench/eval_utils.py and
     scbench/compute_scores.py of microsoft/MInference at 0ff346d and 9987de6: templates, lengths, scores.
-Differs: a conversation goes on behind the model's own answer, where the original puts the right one by default. An
+Differs: a conversation goes on after the model's own answer, where the original puts the right one by default. An
     answer that is one text is compared as a whole; `many_shot` and `qa_eng` of the original would compare its letters.
     Their shares are not rounded.
 """
@@ -35,7 +35,7 @@ class Subset:
     """One subset."""
 
     begin: str = ""  # what stands before the context
-    ask: str = "{}"  # how a question is asked
+    ask: str = "{}"  # form of a question
     answer_tokens: int
     folded: bool = True  # whatever case
     all_of: bool = False  # the share of the right texts counts; else any is enough
@@ -160,8 +160,10 @@ def data_file(subset: str) -> DataFile:
 
 
 def check_row(row: Mapping[str, object]) -> dict[str, Any]:
-    """Check the object of a line: `context` (in some files `input`), and `multi_turns`, a list of objects with `input`
-    and `answer` (a text, a number, or a list of these)."""
+    """Check the object of a line: `context` (in some files `input`), and `multi_turns`.
+
+    That is a list of objects with `input` and `answer` (a text, a number, or a list of these).
+    """
     turns = row.get("multi_turns")
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
         raise ValueError("field multi_turns must be a list of objects with input and answer")

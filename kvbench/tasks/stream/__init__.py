@@ -33,7 +33,7 @@ class TextSet(TaskSet):
         return {"accuracy": float((outcome.fidelity or {})["gold_argmax_share"])}
 
     def aggregate(self, records: Iterable[dict]) -> dict:
-        """As `TaskSet`, without answers."""
+        """See `TaskSet`, without answers."""
         result = super().aggregate(records)
         result.pop("answers", None)
         return result
@@ -44,7 +44,7 @@ class StreamSet(TextSet):
     """Streams."""
 
     def aggregate(self, records: Iterable[dict]) -> dict:
-        """As `TextSet`; `tokens` have what the texts cost by word and by byte, too."""
+        """See `TextSet`; `tokens` have what the texts cost by word and by byte, too."""
         records = list(records)
         result = super().aggregate(records)
         if "tokens" in result:
@@ -53,7 +53,7 @@ class StreamSet(TextSet):
 
 
 def by_words(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """The cost of texts by the word and by the byte, whatever the tokenizer; the first token behind a prompt counts.
+    """The cost of texts by the word and by the byte, whatever the tokenizer; the first token after a prompt counts.
 
     Source: lm-eval's word_perplexity and bits_per_byte.
     """
@@ -89,8 +89,8 @@ class Stream(TextTask):
 
     Args:
         file: The text; None for the documentation that ships with Python.
-        prompt_tokens: Of each stream, read at once.
-        tokens: Behind them, read one by one.
+        prompt_tokens: Tokens of each stream that are read at once.
+        tokens: Tokens after them, read one by one.
         items: Streams; None for as many as the text has.
         past_context: Streams may go on beyond the model's context.
     """

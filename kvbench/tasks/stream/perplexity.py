@@ -27,7 +27,7 @@ class Perplexity(TextTask):
 
     Args:
         file: The text; None for the documentation that ships with Python.
-        chunk_tokens: Of each chunk, the special token that begins it included; llama.cpp's `-c`.
+        chunk_tokens: Tokens of each chunk, the special token that begins it included; llama.cpp's `-c`.
         chunks: Chunks from the beginning of the text; None for as many as it has; llama.cpp's `--chunks`.
     """
 

@@ -1,6 +1,6 @@
 """Long transcripts of many requests that were answered, and one more that only an earlier part of them can answer.
 
-What is needed lies at a depth of the transcript that goes evenly from its beginning to its end over the items, so that
+The needed facts lie at a depth of the transcript that goes evenly from its beginning to its end over the items, so that
 a cache of the newest quarter answers about a quarter of them.
 """
 
@@ -32,8 +32,8 @@ class Transcript(Task):
     """A task of transcripts.
 
     Args:
-        lengths: Of prompt, chat template and answer together.
-        items: Of each length.
+        lengths: Tokens of prompt, chat template and answer together.
+        items: Items per length.
     """
 
     answer_tokens: ClassVar[int]
@@ -46,8 +46,10 @@ class Transcript(Task):
 
     @abstractmethod
     def write(self, seed: str, depth: float, count: int) -> Document:
-        """A transcript of so many requests, and one more; its subject lies at `depth`, 0 to 1. The same seed gives the
-        same facts whatever the count."""
+        """A transcript of `count` requests, and one more; its subject is at `depth`, 0 to 1.
+
+        The same seed gives the same facts whatever the count.
+        """
 
     @abstractmethod
     def grade(self, document: Document, answer: str) -> Mapping[str, float]:

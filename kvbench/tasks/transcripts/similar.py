@@ -1,8 +1,8 @@
 """`task=similar`: many requests that are nearly the same, and one of the answers to be repeated.
 
 A transcript has short texts of several kinds about several things, each asked for again and again. The last request
-asks for one of them by kind, thing and number ("the third riddle about lamps"), behind a code. Who finds the kind and
-the thing alone repeats a wrong one: the order of the requests must still be there.
+asks for one of them by kind, thing and number ("the third riddle about lamps"), after a code. Finding kind and thing
+alone repeats a wrong request: the order of the requests must be kept too.
 
 Source: OpenAI's MRCR and Vodrahalli et al. 2024 (arXiv 2409.12640): which of several like turns is meant; the score is
     the ratio of difflib's SequenceMatcher, 0 where the code does not stand before the text.
@@ -63,7 +63,7 @@ class Similar(Transcript):
         lines = [_line(thing, rng) for _ in range(self.copies)]
         cases = [(k, t) for k in KINDS for t in THINGS if (k, t) != (kind, thing)]
         steps = [_step(*case, _line(case[1], rng)) for case in (rng.choice(cases) for _ in range(count - self.copies))]
-        # The one that is asked for lies at the depth, the others before and behind it, as evenly as there is room.
+        # The one that is asked for lies at the depth, the others before and after it, as evenly as there is room.
         at = round(depth * len(steps))
         positions = [round(at * (position + 0.5) / max(1, wanted)) for position in range(wanted)] + [at]
         rest = self.copies - wanted - 1

@@ -28,7 +28,7 @@ class Service:
     thing: str
     find: str  # the tool that looks it up
     act: str  # the tool that does something with it
-    request: str  # who and how
+    request: str  # person and channel
     ways: tuple[str, ...]
     way: str  # name of the argument that says how
     taken: tuple[tuple[str, str], ...]  # field of the result -> argument, with the types of `draw`

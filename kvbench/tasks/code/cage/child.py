@@ -1,9 +1,9 @@
 """The program that runs inside the cage: tighten the limits, load the solution, call it, report what came out.
 
-It is started as text behind that of `wire.py` (so `encode` and `decode` are in scope) by a fresh `python -I -S`, once
+It is started as text after that of `wire.py` (so `encode` and `decode` are in scope) by a fresh `python -I -S`, once
 the namespaces are made; where root made them, its argument is the user to become. Nothing here is trusted by the
-parent: a solution shares this process and may change or bypass all of it. What it can reach that way is the list of
-inputs and a pipe for outputs; what the outputs should be is not on this side.
+parent: a solution shares this process and may change or bypass all of it. That way it can reach the list of inputs and
+    a pipe for outputs; the expected outputs are not on this side.
 """
 
 import ctypes
@@ -35,7 +35,7 @@ _DENIED = {
     "aarch64": (97, 268, 40, 39, 41, 51, 117, 270, 271, 280, 241, 217)
     + (218, 219, 282, 194, 190, 186, 279, 105, 273, 104, 265, 221, 281, 0),
 }
-# The architecture as the kernel tells the filter, clone, socket, socketpair.
+# Numbers in the filter: the architecture, clone, socket, socketpair.
 _JUDGED = {"x86_64": (0xC000003E, 56, 41, 53), "aarch64": (0xC00000B7, 220, 198, 199)}
 # io_uring_setup io_uring_enter io_uring_register open_tree move_mount fsopen fsmount mount_setattr memfd_secret: one
 # number on every architecture.

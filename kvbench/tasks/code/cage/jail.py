@@ -1,8 +1,8 @@
 """The first two processes of a cage: the keeper, and the jail's own first process where bubblewrap makes none.
 
 The keeper ties the cage to kvbench's life, whichever way the rest is built. kvbench holds the other end of its standard
-input for as long as the cage may live, and the kernel tells it when kvbench dies. Then, and when the time is over even
-if nobody asks, it kills its process group, with which the kernel ends the process namespace and all that is in it.
+input for as long as the cage may live, and the kernel signals kvbench's death. Then, and when the time is over even
+without a request, it kills its process group, with which the kernel ends the process namespace and all that is in it.
 
 The jail is namespaces and a root of its own, made with the calls Linux has for that. Its first process reaps, and the
 kernel kills the whole namespace when it ends; its child is the interpreter that runs the solution.

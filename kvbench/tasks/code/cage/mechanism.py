@@ -1,6 +1,6 @@
 """The ways to build the cage, bubblewrap or the namespaces of `jail.py`, and what it shows of the file system.
 
-It shows what the interpreter in it needs and nothing else: asked of that interpreter.
+It shows only what the interpreter in it needs, as that interpreter reports.
 """
 
 import json
@@ -72,7 +72,7 @@ class Mechanism:
     Args:
         settings: Limits, and the user that the program is to become or None -> what the first process, `jail.py`, is to
             start.
-        by_root: True where root builds it and the program gives root up inside; otherwise who builds it owns nothing.
+        by_root: True where root builds it and the program drops root inside; otherwise its builder has no privileges.
     """
 
     settings: Callable[[Limits, int | None], dict[str, object]]
@@ -216,5 +216,5 @@ def mechanisms() -> dict[str, Mechanism]:
     if shutil.which("bwrap"):
         bubblewrap = {"bubblewrap": Mechanism(_bubblewrap), "bubblewrap by root": Mechanism(_bubblewrap, by_root=True)}
         known = bubblewrap | known
-    # A namespace built by somebody who owns nothing fails for root where the interpreter is in root's home.
+    # A namespace built by an unprivileged user fails for root where the interpreter is in root's home.
     return {name: one for name, one in known.items() if os.geteuid() == 0 or not one.by_root}

@@ -139,7 +139,8 @@ _checking = threading.Lock()
 def check_isolation() -> Isolation:
     """Find a way to isolate code that works on this machine: the first under which no attempt got out.
 
-    The answer is kept for the life of the process."""
+    The answer is kept for the life of the process.
+    """
     with _checking:
         return _first_that_holds()
 

@@ -25,7 +25,7 @@ class Limits:
 
     load_s: float = 5.0  # CPU time to load the program (its top level)
     cpu_s: float = 60.0  # CPU time of the program for everything
-    # Time on the clock for everything. What a program can do in it depends on what else the machine does, so it only
+    # Time on the clock for everything. A program's progress in it depends on the machine's other load, so it only
     # guards against one that waits.
     wall_s: float = 300.0
     memory_bytes: int = 1 << 30  # address space of the program, which can start no other: so this is the cage's
@@ -86,7 +86,7 @@ class CageReport:
 
 
 class Frames:
-    """Cuts the bytes from the cage into outputs and holds them to the order in which calls were asked."""
+    """Cuts the bytes from the cage into outputs and checks them against the order of the calls."""
 
     def __init__(self, num_calls: int, max_payload_bytes: int, *, keep: bool = True) -> None:
         self.outputs: list[Output] = []
@@ -153,7 +153,7 @@ def run_process(
     Args:
         argv: Command line of the cage.
         run_as: The user that starts it, as `subprocess.Popen` takes it.
-        job: Goes to its standard input, after its length and a newline. The pipe stays open behind it: its end, which
+        job: Goes to its standard input, after its length and a newline. The pipe stays open after it: its end, which
             comes with the end of this process, ends the cage.
         call_s: CPU time of each call, in seconds; kept inside. Here `guard_s` of it bounds the time on the clock.
         limits: Counted from after the start.

@@ -44,7 +44,7 @@ def run(
         calls: Positional arguments of each call, of types that `wire.encode` can write.
         allow_code_execution: The user's consent; without it nothing runs.
         call_s: CPU time of each call, in seconds; one number holds for all.
-        limits: What the program may use.
+        limits: Limits of the program.
         on_output: See `process.run_process`.
 
     Raises:

@@ -22,8 +22,7 @@ class WireError(ValueError):
 def encode(value: object, *, max_bytes: int) -> bytes:
     """Write a value for `decode`.
 
-    Subclasses are written as the builtin they hold: what they say of themselves, `__eq__` for one, is neither asked nor
-    sent.
+    Subclasses are written as the builtin they hold: their methods, `__eq__` for one, are neither called nor sent.
 
     Raises:
         WireError: Another type inside, nested deeper than 60 levels, or larger than `max_bytes`.
@@ -50,10 +49,10 @@ def _write(value: object, parts: list[bytes], room: list[int], depth: int) -> No
         raise WireError(f"the value is nested deeper than {MAX_DEPTH} levels")
     if value is None or value is True or value is False:
         return _put(parts, room, {None: b"N", True: b"T", False: b"F"}[value])
-    if type(value) is int:  # the most frequent, written without asking further
+    if type(value) is int:  # the most frequent, written without further checks
         content = b"%x" % value
         return _put(parts, room, b"i%d:%s" % (len(content), content))
-    # The type itself is asked, not the value: `__class__` can lie, the type's base classes cannot.
+    # The type itself is checked, not the value: `__class__` can lie, the type's base classes cannot.
     bases = _bases(type(value))
     for base, tag, items in _CONTAINERS:
         if base in bases:
@@ -100,7 +99,7 @@ def decode(data: bytes, *, max_nodes: int = MAX_NODES) -> object:
 
     Args:
         data: One value, nothing after it.
-        max_nodes: How many values it may hold, the outer one included.
+        max_nodes: Most values that it may hold, the outer one included.
 
     Raises:
         WireError: No value, too deep, too many parts, or keys made to collide.
