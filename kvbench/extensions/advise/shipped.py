@@ -10,7 +10,8 @@ from typing import NamedTuple
 from kvbench.config.files import package_folder
 from kvbench.evidence.load import find_runs
 from kvbench.results.lines import read_samples
-from kvbench.sizing.stored import policy_of, tier_shares
+from kvbench.sizing.named import NamedMethod, stored_method
+from kvbench.sizing.stored import tier_shares
 
 FOLDER = "results/example"
 STUDY, BENCHMARKS = f"{FOLDER}/study", f"{FOLDER}/benchmarks"  # generated questions; real benchmarks
@@ -30,12 +31,12 @@ def is_study(folder: object) -> bool:
     return os.path.realpath(str(folder)) in map(os.path.realpath, study_folders())
 
 
-def shares_in_study(method: str, policy: object, model: str = "") -> tuple[list[float], str]:
-    """The shares of tiers that the studies measured of a method's policy, over all its runs on one model, and that
-    model: the wanted one where it was measured; none where no study has such a run."""
+def shares_in_study(method: str, known: NamedMethod, model: str = "") -> tuple[list[float], str]:
+    """The shares of tiers that the studies measured of a method with its settings, over all its runs on one model, and
+    that model: the wanted one where it was measured; none where no study has such a run."""
     filters = (None, None, [method])
     runs = [one for root in study_folders() for one in find_runs(root, {}, filters)]
-    same = [one for one in runs if repr(policy_of(one[1].identity)) == repr(policy)]
+    same = [one for one in runs if (stored := stored_method(one[1].identity)) and stored.text == known.text]
     names = [record.model for _, record in same]
     chosen = model if model in names else next(iter(names), "")
     samples = (
