@@ -74,19 +74,20 @@ def stored_method(identity: Mapping[str, Any]) -> NamedMethod | None:
     return _named("stored", stored, lambda: policy_of(identity))
 
 
-def method_of(text: str) -> NamedMethod:
-    """The method that a text such as `kivi bits=2` describes.
+def method_of(text: str, *more: str) -> NamedMethod:
+    """The method that a text such as `kivi bits=2` describes, with `more` settings in the same form.
 
     Raises:
         ValueError: It describes none.
     """
 
     def make() -> "Policy":
-        from kvbench.runs.choices import make_method
+        from kvbench.runs.choices import read_choice
+        from kvbench.runs.parts import make_policy
 
-        return make_method(text)
+        return make_policy(read_choice("method", text, *more))
 
-    name, *changes = text.split() or [""]
+    name, *changes = [*text.split(), *more] or [""]
     if files.config_dirs():  # a method of the user's, whose code may change
         return _described(make(), make)
     pairs = [[key, yaml.safe_load(value) if sign else None] for key, sign, value in (x.partition("=") for x in changes)]

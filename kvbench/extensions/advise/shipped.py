@@ -1,7 +1,9 @@
 """Studies that come with the repository; their runs are marked as others' evidence wherever they count."""
 
 import csv
+import math
 import os
+from collections.abc import Callable, Mapping
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -19,6 +21,7 @@ ABSENT = f"The studies of the repository ({FOLDER}) are not installed with the p
 
 LONGEST_TOKENS = 1024  # of the first study's prompts
 POOLED = "mean over"  # both lengths, in its table
+TEXT_MODEL, TEXT = "qwen2.5-coder-0.5b", "the documentation of Python"  # of shipped.csv, which names neither
 
 
 def study_folders() -> list[Path]:
@@ -96,6 +99,38 @@ def losses(metric: str) -> list[StudyLoss]:
         for row in both
         if row["low"] and row["metric"] == metric
     ]
+
+
+class TextLoss(NamedTuple):
+    """What an engine's format loses on running text, against a cache of 16 bits."""
+
+    command: str
+    """The engine's, with its flags."""
+    tokens: int
+    """Measured ones."""
+    perplexity: tuple[float, float, float]
+    """Ratio less 1, and its 95 % interval."""
+    same_first_choice: tuple[float, float, float]
+    """Share of tokens, and its interval."""
+
+
+def text_losses() -> list[TextLoss]:
+    """The table of engines' formats on running text, those that flags alone choose; empty where the study is absent."""
+    named = [row for row in _rows("shipped.csv") if row["flags"] and "," not in row["flags"]]
+    return [
+        TextLoss(
+            command=f"{row['engine']} {row['flags']}",
+            tokens=int(row["n"]),
+            perplexity=_with_interval(row, "log_ratio", math.expm1),
+            same_first_choice=_with_interval(row, "same_first_choice", float),
+        )
+        for row in named
+    ]
+
+
+def _with_interval(row: Mapping[str, str], name: str, scale: Callable[[float], float]) -> tuple[float, float, float]:
+    value, low, high = (scale(float(row[f"{name}{end}"])) for end in ("", "_low", "_high"))
+    return value, low, high
 
 
 class Order(NamedTuple):
