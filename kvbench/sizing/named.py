@@ -89,7 +89,7 @@ def method_of(text: str, *more: str) -> NamedMethod:
 
     name, *changes = [*text.split(), *more] or [""]
     if files.config_dirs():  # a method of the user's, whose code may change
-        return _described(make(), make)
+        return described(make())
     pairs = [[key, yaml.safe_load(value) if sign else None] for key, sign, value in (x.partition("=") for x in changes)]
     known = _named("text", {"name": name, "changes": pairs}, make)
     assert known is not None, "make_method raises"
@@ -103,7 +103,7 @@ def _named(what: str, words: Mapping[str, Any], make: "Callable[[], Policy | Non
 
         def describe() -> dict[str, Any] | None:
             policy = make()
-            made.append(None if policy is None else _described(policy, lambda: policy))
+            made.append(None if policy is None else described(policy))
             return None if made[0] is None else {"text": made[0].text, "settings": dict(made[0].settings)}
 
         plain = remembered({"what": what, "method": words}, describe)
@@ -112,8 +112,9 @@ def _named(what: str, words: Mapping[str, Any], make: "Callable[[], Policy | Non
     return _known[key]
 
 
-def _described(policy: "Policy", make: "Callable[[], Policy]") -> NamedMethod:
+def described(policy: "Policy") -> NamedMethod:
+    """A policy by its settings."""
     kind = type(policy)
     values = {item.name: getattr(policy, item.name) for item in fields(policy) if item.init}
     settings = {"_target_": f"{kind.__module__}.{kind.__qualname__}", **values}
-    return NamedMethod(text=repr(policy), settings=settings, make=make)
+    return NamedMethod(text=repr(policy), settings=settings, make=lambda: policy)

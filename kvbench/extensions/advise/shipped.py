@@ -1,6 +1,7 @@
 """Studies that come with the repository; their runs are marked as others' evidence wherever they count."""
 
 import csv
+import hashlib
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -32,6 +33,13 @@ def study_folders() -> list[Path]:
 def is_study(folder: object) -> bool:
     """True for the folder of a study's runs, however it is written."""
     return os.path.realpath(str(folder)) in map(os.path.realpath, study_folders())
+
+
+def state() -> str:
+    """Digest of what the files of the studies' runs are called, their sizes and times of change."""
+    files = sorted(path for folder in study_folders() for path in folder.glob("**/*") if path.is_file())
+    each = [(str(path), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in files]
+    return hashlib.sha256(repr(each).encode()).hexdigest()
 
 
 def shares_in_study(method: str, known: NamedMethod, model: str = "") -> tuple[list[float], str]:
