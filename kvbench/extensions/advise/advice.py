@@ -13,8 +13,8 @@ from kvbench.evidence.compare import compare_group
 from kvbench.evidence.compared import ComparedRun
 from kvbench.evidence.load import Group, StoredRun, lets_through, patterns
 from kvbench.extensions.advise import shipped
+from kvbench.extensions.advise.named import NamedMethod, method_of, stored_method
 from kvbench.results.measures import FIDELITY, SCORE, Measure
-from kvbench.sizing.named import NamedMethod, method_of, stored_method
 from kvbench.sizing.projection import Projection
 from kvbench.sizing.shapes import NamedShape, presets
 from kvbench.sizing.stored import changed_settings, tier_shares, usual_settings

@@ -32,6 +32,7 @@ from kvbench.extensions.advise.advice import (
 )
 from kvbench.extensions.advise.cards import Card, find_card
 from kvbench.extensions.advise.engines import known_flags
+from kvbench.extensions.advise.named import method_of
 from kvbench.extensions.advise.printed import carried, show_printed, studies
 from kvbench.rules import MAX_TOKENS, Whole
 from kvbench.rules.sizes import read_bytes
@@ -39,7 +40,6 @@ from kvbench.show import terminal
 from kvbench.show.progress import format_bytes, said_when_slow
 from kvbench.show.terminal import NO_INTERVAL, number
 from kvbench.show.text import LINE_LENGTH, safe
-from kvbench.sizing.named import method_of
 from kvbench.sizing.shapes import NamedShape, find_shape
 
 FAR = 2  # a context this many times as long as the longest measured prompt is another question

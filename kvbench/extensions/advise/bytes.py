@@ -12,6 +12,7 @@ from rich.text import Text
 from kvbench.cli.commands import compose_command
 from kvbench.config.settings import as_dict
 from kvbench.extensions.advise import shipped
+from kvbench.extensions.advise.remembered import remembered
 from kvbench.results.measures import RESIDENT
 from kvbench.results.writing import write_file
 from kvbench.rules import MAX_TOKENS, Whole
@@ -19,7 +20,6 @@ from kvbench.show import terminal
 from kvbench.show.csv_file import Cell, csv_bytes
 from kvbench.show.progress import format_bytes, said_when_slow
 from kvbench.sizing.projection import Projection
-from kvbench.sizing.remembered import remembered
 from kvbench.sizing.shapes import presets
 
 # Columns of the table, and the items of the ledger in them; the CSV file has every item.

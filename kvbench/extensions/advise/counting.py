@@ -11,6 +11,7 @@ from kvbench.cache.layout import StoreOptions, compile_formats
 from kvbench.cache.offsets import KINDS
 from kvbench.config.files import FULL
 from kvbench.extensions.advise import shipped
+from kvbench.extensions.advise.named import described
 from kvbench.extensions.papers import published
 from kvbench.policy import Policy
 from kvbench.results.lines import read_samples
@@ -20,7 +21,6 @@ from kvbench.runs import choices
 from kvbench.runs.config import store_options
 from kvbench.runs.parts import make_policy
 from kvbench.show.progress import format_bytes, note, said_when_slow
-from kvbench.sizing.named import described
 from kvbench.sizing.project import project
 from kvbench.sizing.projection import Projection, is_one_number
 from kvbench.sizing.shapes import NamedShape, find_shape

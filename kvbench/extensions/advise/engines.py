@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvbench.config.files import FULL
 from kvbench.config.settings import as_dict, read_config
-from kvbench.sizing.named import NamedMethod
+from kvbench.extensions.advise.named import NamedMethod
 
 if TYPE_CHECKING:  # the command `engine` reads words alone, without torch
     from kvbench.policy import ByLayer, HeadScales, Policy, Tier

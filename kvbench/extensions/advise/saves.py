@@ -7,10 +7,10 @@ from kvbench.config.files import FULL
 from kvbench.extensions.advise import shipped
 from kvbench.extensions.advise.advice import Target, counts, of_study
 from kvbench.extensions.advise.engines import read_command
+from kvbench.extensions.advise.named import NamedMethod, method_of
 from kvbench.results.measures import SCORE
 from kvbench.show.progress import format_bytes
 from kvbench.show.terminal import number
-from kvbench.sizing.named import NamedMethod, method_of
 from kvbench.sizing.shapes import HEADLINE, NamedShape, find_shape, presets
 
 ANSWER = 64  # tokens of the sequence that are written

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from kvbench.config.files import package_folder
 from kvbench.evidence.load import find_runs
+from kvbench.extensions.advise.named import NamedMethod, stored_method
 from kvbench.results.lines import read_samples
-from kvbench.sizing.named import NamedMethod, stored_method
 from kvbench.sizing.stored import tier_shares
 
 FOLDER = "results/example"

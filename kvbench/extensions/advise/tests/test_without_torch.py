@@ -10,7 +10,7 @@ import pytest
 from places import ROOT
 
 from kvbench.cli.main import main
-from kvbench.extensions.advise import shipped
+from kvbench.extensions.advise import named, shipped
 
 COMMANDS = {
     "list": ["list"],
@@ -38,6 +38,7 @@ def answered(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVBENCH_CACHE", str(folder / "cache"))
         patch.setenv("COLUMNS", "100")
+        patch.setattr(named, "_known", {})  # what other tests asked is in another folder
         patch.chdir(folder)
         program = "import contextlib, io, json, sys\nfrom kvbench.cli.main import main\nsaid = []\n"
         program += "for words in json.loads(sys.argv[1]):\n    with contextlib.redirect_stdout(io.StringIO()) as out:\n"

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from kvbench.config import files
-from kvbench.sizing import remembered as module
-from kvbench.sizing.named import method_of, stored_method
+from kvbench.extensions.advise import remembered as module
+from kvbench.extensions.advise.named import method_of, stored_method
+from kvbench.extensions.advise.remembered import VERSIONS, remembered
 from kvbench.sizing.outline import outline
-from kvbench.sizing.remembered import VERSIONS, remembered
 from kvbench.sizing.shapes import find_shape
 from kvbench.sizing.stored import policy_of
 
@@ -130,7 +130,7 @@ def test_a_kept_count_is_the_count(folder, text, monkeypatch):
     policy = method_of(text).policy
     exact = outline(policy, shape.store_shape, 500, 10)
     for _ in range(2):
-        monkeypatch.setattr("kvbench.sizing.named._known", {})
+        monkeypatch.setattr("kvbench.extensions.advise.named._known", {})
         known = method_of(text)
         assert known.text == repr(policy) and known.outline(shape, 500, 10) == exact
     stored = stored_method({"method": dict(known.settings)})

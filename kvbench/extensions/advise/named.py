@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from kvbench.config import files
+from kvbench.extensions.advise.remembered import remembered
 from kvbench.sizing.projection import Projection
-from kvbench.sizing.remembered import remembered
 from kvbench.sizing.shapes import NamedShape, presets
 from kvbench.sizing.stored import policy_of
 
