@@ -12,6 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from kvbench.config import files
+from kvbench.config.plainly import compose_plainly, plain_choices
 from kvbench.config.settings import read_config
 from kvbench.errors import CommandLine, SettingUnknown, SettingValue, unknown_setting
 
@@ -61,12 +62,15 @@ def compose_command(name: str, arguments: list[str]) -> DictConfig:
     Where the command's file names a group as `_each_`, `method=a,b` and `method=[a,b]` are both of them: `_each_` then
     holds the settings of every choice by its name, and the rest is as the first choice has it.
     """
-    from kvbench.config.compose import choices, compose
-
     listed, plain = _command_file(name), dict[str, Any]()
     each = listed.get(EACH)
     for group in files.GROUPS if "defaults" in listed else ():
-        if len(chosen := choices(arguments, group)) < 2 or group in listed:
+        chosen = plain_choices(arguments, group)
+        if chosen is None:
+            from kvbench.config.compose import choices
+
+            chosen = choices(arguments, group)
+        if len(chosen) < 2 or group in listed:
             continue
         if group != each:
             raise SettingValue(
@@ -110,17 +114,24 @@ def compose_command(name: str, arguments: list[str]) -> DictConfig:
             continue
         plain[key] = value
         arguments = [other for other in arguments if other is not word]
-    try:
-        composed = compose(arguments, name=f"command/{files.full_command(name)}", with_choices=True)
-    except ValueError:
-        _check_keys(name, arguments)  # it checks the command's settings, so its error is plainer
-        raise
+    composed = compose_plainly(name, arguments) or _composed_by_hydra(name, arguments)
     composed.update(plain)
     for (mapping, key), value in named:
         composed[mapping] = {**composed[mapping], key: value}
     if each:
         composed[EACH] = {composed._choices_[each]: composed[each]}
     return composed
+
+
+def _composed_by_hydra(name: str, arguments: list[str]) -> DictConfig:
+    """Settings of words that need Hydra's grammar, or its files; raises what is wrong with them."""
+    from kvbench.config.compose import compose
+
+    try:
+        return compose(arguments, name=f"command/{files.full_command(name)}", with_choices=True)
+    except ValueError:
+        _check_keys(name, arguments)  # it checks the command's settings, so its error is plainer
+        raise
 
 
 def _names_freely(listed: DictConfig, key: str) -> bool:

@@ -6,10 +6,9 @@ from typing import Annotated, Any, Literal
 
 from kvbench.errors import SettingValue
 from kvbench.rules import MAX_BYTES, MAX_TOKENS, Readable, shown
+from kvbench.rules.sizes import NUMBER, read_size
 
 Unit = Literal["ratio", "seen", "tokens", "bytes"]
-
-_NUMBER = r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
 
 
 @dataclass(frozen=True)
@@ -113,18 +112,12 @@ BudgetText = Annotated[float | int | str, BudgetRule()]
 """A setting that says how much may be kept."""
 
 
-def read_size(text: str) -> float | None:
-    """Bytes of a text such as `8MiB`; None when it is none."""
-    match = re.fullmatch(rf"\s*{_NUMBER}\s*(B|KiB|MiB|GiB)\s*", text)
-    return float(match[1]) * {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}[match[2]] if match else None
-
-
 def _number(text: float | int | str) -> tuple[float, Unit] | None:
     """The number of a budget and its unit: a whole number is tokens, one with a point a ratio."""
     if isinstance(text, str):
         if (size := read_size(text)) is not None:
             return size, "bytes"
-        if share := re.fullmatch(rf"\s*{_NUMBER}\s*%\s*seen\s*", text):
+        if share := re.fullmatch(rf"\s*{NUMBER}\s*%\s*seen\s*", text):
             return float(share[1]) / 100, "seen"
         try:
             text = int(text) if re.fullmatch(r"\s*[+-]?[0-9]{1,30}\s*", text) else float(text)

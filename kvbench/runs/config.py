@@ -10,13 +10,14 @@ from kvbench.cache.offsets import KINDS
 from kvbench.config import extensions
 from kvbench.config.files import FULL, FULL_STORE
 from kvbench.config.settings import as_dict, read_data, read_settings
-from kvbench.errors import FileContent, SettingsConflict, SettingValue, unknown_name
+from kvbench.errors import FileContent, SettingsConflict, unknown_name
 from kvbench.kernels.dispatch import DECODES
 from kvbench.results.record import CHUNK_LABEL
 from kvbench.results.shards import Shard
 from kvbench.results.writing import check_writable
-from kvbench.rules import MAX_BYTES, Choice, Form, Whole, check_settings, shown
+from kvbench.rules import Choice, Form, Whole, check_settings, shown
 from kvbench.rules.counting import Outside, Through
+from kvbench.rules.sizes import read_bytes
 
 GOLD, FULL_ANSWER = "gold", "own"  # which answer is forced: the task's, or the one that the full cache gives
 AUTO, NONE = "auto", "none"
@@ -191,23 +192,3 @@ def store_options(values: Mapping[str, Any]) -> StoreOptions:
 
     # The numbers themselves, so that a run's identity does not hang on a path.
     return replace(parsed, key_offset=read_table(parsed.key_offset, "store.key_offset"))
-
-
-def read_bytes(key: str, value: object) -> int:
-    """Read a setting in bytes: a whole number, or text such as 512MiB or 8GiB."""
-    from kvbench.policy.budget import read_size
-
-    num_bytes = read_size(value) if isinstance(value, str) else value
-    if (
-        isinstance(num_bytes, bool)
-        or not isinstance(num_bytes, int | float)
-        or (num_bytes is value and isinstance(num_bytes, float))
-    ):
-        num_bytes = -1
-    if not 0 <= num_bytes <= MAX_BYTES:
-        raise SettingValue(
-            f"{key}={shown(value)} is no number of bytes; write a whole number up to {MAX_BYTES}, or text such as "
-            "512MiB or 8GiB",
-            setting=key,
-        )
-    return int(num_bytes)

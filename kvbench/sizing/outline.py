@@ -11,16 +11,8 @@ from dataclasses import replace
 
 from kvbench.cache.layout import ModelShape
 from kvbench.policy import Policy
-from kvbench.sizing.project import (
-    GLANCE_TOKENS,
-    SAME,
-    Projection,
-    is_one_number,
-    keeps_all,
-    project,
-    project_shares,
-    run,
-)
+from kvbench.sizing.project import GLANCE_TOKENS, keeps_all, project, project_shares, run
+from kvbench.sizing.projection import SAME, Projection, is_one_number
 
 LAYERS = (2, 4)
 STEPS = 64  # of an answer; the rest of a longer one grows as these did

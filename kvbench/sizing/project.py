@@ -7,7 +7,6 @@ of a real store take as many slots, and the ledger counts them (`kvbench.sizing.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,34 +14,10 @@ import torch
 from kvbench.cache.layout import ModelShape, StoreOptions
 from kvbench.policy import Policy
 from kvbench.sizing.count import count
+from kvbench.sizing.projection import Projection, is_one_number
 from kvbench.sizing.shadow import fill_prompt, shadow_store
 
-SAME = 0.01  # two projections this close are one number: how even attention is then decides about nothing but slack
-GLANCE_TOKENS = 1024  # a prompt long enough to show whether it decides
-
-
-@dataclass(frozen=True, kw_only=True)
-class Projection:
-    """Ledger of one sequence without keys and values.
-
-    Its items and their sum as of `Ledger.itemise`, and the bytes of an FP16 full cache of the same tokens, windows and
-    states included.
-    """
-
-    items: dict[str, int]
-    fp16_bytes: int
-    measured: bool = False
-    """The shares of tiers that were measured decided it."""
-
-    @property
-    def resident_bytes(self) -> int:
-        """Bytes held when the answer ends."""
-        return self.items["resident_bytes"]
-
-    @property
-    def ratio(self) -> float:
-        """Share of the FP16 full cache."""
-        return self.resident_bytes / self.fp16_bytes
+GLANCE_TOKENS = 1024  # a prompt long enough to tell whether it decides
 
 
 def project(
@@ -93,11 +68,6 @@ def keeps_all(policy: Policy, projection: Projection, fp16_bytes: int) -> bool:
     """
     bits = min(tier.k_bits + tier.v_bits for tier in policy.tiers)  # of a key's and a value's number
     return 32 * projection.items["payload_bytes"] >= bits * fp16_bytes
-
-
-def is_one_number(least: Projection, most: Projection) -> bool:
-    """True when a method keeps the same whatever attention looks like."""
-    return most.resident_bytes - least.resident_bytes <= SAME * most.resident_bytes
 
 
 def project_shares(

@@ -3,25 +3,26 @@
 A preset of config/shapes.yaml, or a run's reading of a config.json or of the header of a GGUF file.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+import yaml
 
-from kvbench.cache.layout import ModelShape, StoreOptions
 from kvbench.config.files import package_folder
-from kvbench.config.settings import as_dict, read_config
 from kvbench.errors import NameUnknown, SettingValue, UnsupportedModel, check_name, unknown_name
-from kvbench.kernels.operands import Window
-from kvbench.policy.budget import read_size
 from kvbench.rules import Number, Whole
+from kvbench.rules.sizes import read_size
+
+if TYPE_CHECKING:  # what a preset is called, and its sizes, are known without torch
+    from kvbench.cache.layout import ModelShape
 
 HEADLINE = ("llama3-8b", 32768)  # the model and the length that byte counts of small models are projected to
 SIZES = ("layers", "q_heads", "kv_heads", "head_dim")
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+DTYPES = {"float16": 2, "bfloat16": 2, "float32": 4}  # bytes of a number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,23 +33,25 @@ class NamedShape:
     source: str
     context: int | None
     """Most tokens the model was made for; None when unknown."""
-    store_shape: ModelShape
-    """Its layers as the store takes them, in the dtype of its weights, which a `native` tier takes."""
+    layers: int
+    """Layers on which a method acts."""
+    q_heads: int
+    head_dim: int
+    is_plain: bool
+    """Every layer holds keys and values of the whole text."""
+    itemsize: int
+    """Bytes of a weight."""
+    make: "Callable[[], ModelShape]" = field(repr=False, compare=False)
+    """Makes `store_shape`."""
     parameters: int | None = None
     """Number of its weights; None when unknown."""
     state_layers: int = 0
     """Layers that hold a state, in place of keys and values or with them."""
 
-    @property
-    def layers(self) -> int:
-        """Layers on which a method acts."""
-        return self.store_shape.num_layers
-
-    @property
-    def is_plain(self) -> bool:
-        """True if every layer holds keys and values of the whole text."""
-        shape = self.store_shape
-        return shape.is_uniform and not (shape.other_kinds or shape.shared or shape.keys_only)
+    @cached_property
+    def store_shape(self) -> "ModelShape":
+        """Its layers as the store takes them, in the dtype of its weights, which a `native` tier takes."""
+        return self.make()
 
     @property
     def path(self) -> str:
@@ -58,7 +61,7 @@ class NamedShape:
     @property
     def weights_bytes(self) -> int | None:
         """Bytes of its weights in their dtype; None when unknown."""
-        return None if self.parameters is None else self.parameters * self.store_shape.dtype.itemsize
+        return None if self.parameters is None else self.parameters * self.itemsize
 
 
 def sized(
@@ -94,29 +97,44 @@ def sized(
         Whole(1, 2**16).check(f"{size} of {name}", sizes[size])
     if q_heads % kv_heads:
         raise UnsupportedModel(f"{name}: {q_heads} query heads cannot share {kv_heads} KV heads evenly")
-    shape = ModelShape(
-        num_layers=layers,
-        num_q_heads=q_heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        dtype=DTYPES[check_name(f"dtype of {name}", dtype, DTYPES)],
-        device=torch.device("cpu"),
-        inv_freq=torch.zeros(head_dim // 2) if plain_rope and not latent else None,
-        keys_only=latent,
-    )
-    if windows or states:
+    itemsize = DTYPES[check_name(f"dtype of {name}", dtype, DTYPES)]
+
+    def make() -> "ModelShape":
+        import torch
+
+        from kvbench.cache.layout import ModelShape
+        from kvbench.kernels.operands import Window
+
+        shape = ModelShape(
+            num_layers=layers,
+            num_q_heads=q_heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            dtype=getattr(torch, dtype),
+            device=torch.device("cpu"),
+            inv_freq=torch.zeros(head_dim // 2) if plain_rope and not latent else None,
+            keys_only=latent,
+        )
+        if not (windows or states):
+            return shape
         other_kinds: tuple[ModelShape, ...] = ()
         if windows:
             numbers = tuple(range(layers, layers + windows["layers"]))
             window = Window(windows["tokens"], bool(windows.get("in_chunks")))
             other_kinds = (replace(shape, num_layers=len(numbers), numbers=numbers, window=window, inv_freq=None),)
         state_bytes = states["layers"] * states["bytes"] if states else 0
-        shape = replace(shape, numbers=tuple(range(layers)), other_kinds=other_kinds, state_bytes=state_bytes)
+        return replace(shape, numbers=tuple(range(layers)), other_kinds=other_kinds, state_bytes=state_bytes)
+
     return NamedShape(
         name=name,
         source=source,
         context=context,
-        store_shape=shape,
+        layers=layers,
+        q_heads=q_heads,
+        head_dim=head_dim,
+        is_plain=not (windows or states or latent),
+        itemsize=itemsize,
+        make=make,
         parameters=parameters,
         state_layers=states["layers"] if states else 0,
     )
@@ -135,7 +153,8 @@ def size_of_weights(key: str, value: object) -> float:
 @cache
 def presets() -> dict[str, NamedShape]:
     """The shapes of known models by name."""
-    listed = as_dict(read_config(package_folder() / "config" / "shapes.yaml"))
+    text = (package_folder() / "config" / "shapes.yaml").read_bytes()
+    listed = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # ten times as fast, where it is there
     known = {name: {key: x for key, x in shape.items() if key != "weights"} for name, shape in listed.items()}
     return {name: sized(name, **shape) for name, shape in known.items() if shape["source"]}
 
@@ -174,6 +193,7 @@ def find_shape(model: object) -> NamedShape:
 
 def _as_run(path: Path, file: Path) -> NamedShape:
     """The shape that a run of the model would have, by the code that a run goes through before there are weights."""
+    from kvbench.cache.layout import StoreOptions
     from kvbench.engine.hf import check_pass
     from kvbench.engine.states import States
     from kvbench.engine.supported import check_supported, layer_kinds, model_shape, small_store
@@ -189,11 +209,18 @@ def _as_run(path: Path, file: Path) -> NamedShape:
         shape = model_shape(model)
         check_pass(model, small_store(Full(), shape, StoreOptions()))
         state_bytes = States(model, kinds.states).row_bytes
+        store_shape = replace(shape.on_host(), output_projections=None, state_bytes=state_bytes)
     return NamedShape(
         name=path.stem if file is path else path.absolute().name,
         source=f"{file}, the header" if file is path else str(file),
         context=context,
-        store_shape=replace(shape.on_host(), output_projections=None, state_bytes=state_bytes),
+        layers=store_shape.num_layers,
+        q_heads=store_shape.num_q_heads,
+        head_dim=store_shape.head_dim,
+        is_plain=store_shape.is_uniform
+        and not (store_shape.other_kinds or store_shape.shared or store_shape.keys_only),
+        itemsize=store_shape.dtype.itemsize,
+        make=lambda: store_shape,
         parameters=sum(weights.numel() for weights in model.parameters()),
         state_layers=len(kinds.states),
     )

@@ -4,32 +4,35 @@ import importlib
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvbench.config import files
 from kvbench.config.methods import method_settings
 from kvbench.config.settings import as_dict
-from kvbench.policy import Policy
 from kvbench.results.sample import SampleRecord
 from kvbench.rules import TABLE_OR_PATH, declared
-from kvbench.sizing.project import Projection, is_one_number, project
+from kvbench.sizing.projection import Projection, is_one_number
 from kvbench.sizing.shapes import NamedShape
+
+if TYPE_CHECKING:
+    from kvbench.policy import Policy
 
 # Results of `project`, once for each method and length: the seeds and tasks of a study share it.
 _projected: dict[str, tuple[Projection, Projection]] = {}
 
 
-def policy_of(identity: Mapping[str, Any]) -> Policy | None:
+def policy_of(identity: Mapping[str, Any]) -> "Policy | None":
     """The method of a stored run, made again; None where the code no longer fits its settings.
 
     Classes named in a results folder are loaded from kvbench's methods and from nowhere else, and no file that it names
-    is
-    opened: a run's identity holds the numbers of a table, never its path.
+    is opened: a run's identity holds the numbers of a table, never its path.
     """
     settings = dict(identity.get("method") or {})
     module, _, name = str(settings.pop("_target_", "")).rpartition(".")
     if not module.startswith("kvbench.methods."):
         return None
+    from kvbench.policy import Policy
+
     try:
         kind = getattr(importlib.import_module(module), name)
         if not issubclass(kind, Policy):
@@ -89,8 +92,11 @@ def projected(
     policy = policy_of(identity)
     if policy is None:
         return None
+    from kvbench.sizing.project import project
+
     shares = tier_shares(records)
-    key = f"{policy!r} {shape!r} {prompt_tokens} {new_tokens} {shares}"  # dataclasses, whose text is their settings
+    # The text of dataclasses is their settings.
+    key = f"{policy!r} {shape!r} {shape.store_shape!r} {prompt_tokens} {new_tokens} {shares}"
     try:
         if key not in _projected:
             _projected[key] = project(policy, shape.store_shape, prompt_tokens, new_tokens, shares=shares)

@@ -30,7 +30,8 @@ from kvbench.methods.kivi import Kivi
 from kvbench.models.load import load_model
 from kvbench.rules import declared
 from kvbench.runs.parts import make_policy
-from kvbench.sizing.project import is_one_number, project, project_shares
+from kvbench.sizing.project import project, project_shares
+from kvbench.sizing.projection import is_one_number
 from kvbench.sizing.shapes import find_shape
 from kvbench.sizing.stored import policy_of, projected, tier_shares
 

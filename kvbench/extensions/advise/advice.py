@@ -13,13 +13,11 @@ from kvbench.evidence.compare import compare_group
 from kvbench.evidence.compared import ComparedRun
 from kvbench.evidence.load import Group, StoredRun, lets_through, patterns
 from kvbench.extensions.advise import shipped
-from kvbench.policy import Policy
+from kvbench.extensions.advise.named import NamedMethod, method_of, stored_method
 from kvbench.results.measures import FIDELITY, SCORE, Measure
-from kvbench.runs.choices import make_method
-from kvbench.sizing.outline import outline
-from kvbench.sizing.project import Projection
+from kvbench.sizing.projection import Projection
 from kvbench.sizing.shapes import NamedShape, presets
-from kvbench.sizing.stored import changed_settings, policy_of, tier_shares, usual_settings
+from kvbench.sizing.stored import changed_settings, tier_shares, usual_settings
 
 ADVISED, ELSEWHERE, OPEN, UNMEASURED = "advised", "other model", "cannot tell", "not measured"
 LOSES, UNSIZED, TOO_LARGE = "loses more", "bytes unknown", "too large"
@@ -139,7 +137,7 @@ class Advice:
     method: str
     settings: dict[str, Any]
     """The settings that differ from the method's configuration."""
-    policy: Policy | None
+    known: NamedMethod | None
     """None where today's code no longer fits its settings."""
     speeds: list[Speed]
     runs: list[StoredRun] = field(default_factory=list)
@@ -148,17 +146,16 @@ class Advice:
     @cached_property
     def bytes_of(self) -> Projection | None:
         """Bytes of one sequence on the target model; None where they cannot be known."""
-        if self.policy is None:
+        if self.known is None:
             return None
         answer = self.target.answer_tokens
-        sizes = self.policy, self.target.shape.store_shape, self.target.context_tokens - answer, answer
+        sizes = self.target.shape, self.target.context_tokens - answer, answer
         shares = tier_shares(chain.from_iterable(run.samples.values() for run in self.runs))
         try:
-            projections = outline(*sizes, shares)
+            projections = self.known.outline(*sizes, shares)
             if projections is None and not shares:
-                projections = outline(
-                    *sizes, shipped.shares_in_study(self.method, self.policy, self.target.shape.name)[0]
-                )
+                shares = shipped.shares_in_study(self.method, self.known, self.target.shape.name)[0]
+                projections = self.known.outline(*sizes, shares)
         except ValueError:  # a table of heads, a window or a group that is for another shape
             return None
         return projections
@@ -242,10 +239,10 @@ def gather(
         for run in group.runs:
             if run in group.repeats:
                 continue
-            policy, identity = policy_of(run.record.identity), run.record.identity.get("method") or {}
-            key = repr(policy) if policy is not None else f"{run.method} {identity}"
+            known, identity = stored_method(run.record.identity), run.record.identity.get("method") or {}
+            key = known.text if known is not None else f"{run.method} {identity}"
             if key not in advice:
-                advice[key] = _entry(run.method, identity, policy, target, speeds.get(key, []), run.label)
+                advice[key] = _entry(run.method, identity, known, target, speeds.get(key, []), run.label)
             advice[key].runs.append(run)
             if row := quality.get(run.name):
                 longest = max((record["num_prompt_tokens"] for record in run.samples.values()), default=0)
@@ -270,11 +267,11 @@ def gather(
 
 def _add(advice: dict[str, Advice], label: str, target: Target, speeds: Mapping[str, list[Speed]]) -> Advice:
     """The entry of a method in words such as `kivi bits=2`, a new one where there is none."""
-    policy = make_method(label)
-    key, method = repr(policy), label.split()[0]
+    known = method_of(label)
+    key, method = known.text, label.split()[0]
     if key not in advice:
-        settings = {name: getattr(policy, name, value) for name, value in usual_settings(method).items()}
-        advice[key] = _entry(method, settings, policy, target, speeds.get(key, []), label)
+        settings = {name: known.settings.get(name, value) for name, value in usual_settings(method).items()}
+        advice[key] = _entry(method, settings, known, target, speeds.get(key, []), label)
     return advice[key]
 
 
@@ -315,13 +312,8 @@ def _wanted(wanted: object, name: str) -> bool:
 
 
 def _entry(
-    method: str, stored: Mapping[str, Any], policy: Policy | None, target: Target, speeds: list[Speed], label: str
+    method: str, stored: Mapping[str, Any], known: NamedMethod | None, target: Target, speeds: list[Speed], label: str
 ) -> Advice:
     return Advice(
-        target=target,
-        label=label,
-        method=method,
-        settings=changed_settings(method, stored),
-        policy=policy,
-        speeds=speeds,
+        target=target, label=label, method=method, settings=changed_settings(method, stored), known=known, speeds=speeds
     )

@@ -31,11 +31,11 @@ from kvbench.extensions.advise.advice import (
     gather,
 )
 from kvbench.extensions.advise.cards import Card, find_card
-from kvbench.extensions.advise.engines import flags_of
+from kvbench.extensions.advise.engines import known_flags
+from kvbench.extensions.advise.named import method_of
 from kvbench.extensions.advise.printed import carried, show_printed, studies
-from kvbench.policy import MAX_TOKENS
-from kvbench.rules import Whole
-from kvbench.runs.config import read_bytes
+from kvbench.rules import MAX_TOKENS, Whole
+from kvbench.rules.sizes import read_bytes
 from kvbench.show import terminal
 from kvbench.show.progress import format_bytes, said_when_slow
 from kvbench.show.terminal import NO_INTERVAL, number
@@ -163,12 +163,14 @@ def read_tokens(value: object) -> int:
 
 def read_speeds(folder: Path) -> tuple[dict[str, list[Speed]], list[str]]:
     """Read the measured throughput of every method, by the text of its policy, and say which files cannot be read."""
-    from kvbench.kernels.bench.bench import read_document
-    from kvbench.runs.choices import make_method
-
     speeds: dict[str, list[Speed]] = {}
-    notes = []
-    for path in sorted(folder.glob("**/bench.json")):
+    notes: list[str] = []
+    paths = sorted(folder.glob("**/bench.json"))
+    if not paths:
+        return speeds, notes
+    from kvbench.kernels.bench.bench import read_document
+
+    for path in paths:
         try:
             document = read_document(path)
         except ValueError as error:
@@ -182,7 +184,7 @@ def read_speeds(folder: Path) -> tuple[dict[str, list[Speed]], list[str]]:
                 if not row.get("tokens_per_call"):
                     continue
                 try:
-                    key = repr(make_method(row["name"]))
+                    key = method_of(row["name"]).text
                 except ValueError:  # a baseline, such as transformers' own cache
                     continue
                 rate, context = row["tokens_per_call"] / row["median"], int(cell["cell"].get("context", 0))
@@ -332,7 +334,7 @@ def _task_words(task: str) -> list[str]:
 
 def _flags(item: Advice, target: Target) -> list[str]:
     """The flags of each engine that ships the method."""
-    flags = [] if item.policy is None else flags_of(item.policy, target.shape.layers)
+    flags = [] if item.known is None else known_flags(item.known, target.shape.layers)
     return ["In an engine:", *(f"  {line}" for line in flags)] if flags else []
 
 

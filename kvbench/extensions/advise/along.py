@@ -9,7 +9,8 @@ from kvbench.cache.layout import ModelShape, StoreOptions
 from kvbench.policy import Policy
 from kvbench.show.picture import STYLES, drawn, method_style, name_points, width_in
 from kvbench.show.progress import format_bytes
-from kvbench.sizing.project import is_one_number, project
+from kvbench.sizing.project import project
+from kvbench.sizing.projection import is_one_number
 from kvbench.sizing.shadow import fill_prompt, shadow_step, shadow_store
 
 if TYPE_CHECKING:

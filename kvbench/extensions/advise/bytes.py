@@ -1,7 +1,7 @@
 """Command `bytes`: projected bytes of a method on a model that is not loaded."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,28 +9,19 @@ from omegaconf import DictConfig, ListConfig
 from rich.table import Table
 from rich.text import Text
 
-from kvbench.cache.layout import StoreOptions, compile_formats
-from kvbench.cache.offsets import KINDS
 from kvbench.cli.commands import compose_command
-from kvbench.config.files import FULL
-from kvbench.errors import FileMissing, SettingsConflict, SettingValue, Unsupported
-from kvbench.extensions.advise import along, shipped
-from kvbench.extensions.papers import published
-from kvbench.policy import MAX_TOKENS, Policy
-from kvbench.results.lines import read_samples
+from kvbench.config.settings import as_dict
+from kvbench.errors import SettingsConflict, SettingValue
+from kvbench.extensions.advise import shipped
+from kvbench.extensions.advise.remembered import remembered
 from kvbench.results.measures import RESIDENT
-from kvbench.results.record import RunRecord
 from kvbench.results.writing import write_file
-from kvbench.rules import Whole
-from kvbench.runs import choices
-from kvbench.runs.config import store_options
-from kvbench.runs.parts import make_policy
+from kvbench.rules import MAX_TOKENS, Whole
 from kvbench.show import terminal
 from kvbench.show.csv_file import Cell, csv_bytes
-from kvbench.show.progress import format_bytes, note, said_when_slow
-from kvbench.sizing.project import Projection, is_one_number, project
-from kvbench.sizing.shapes import NamedShape, find_shape
-from kvbench.sizing.stored import policy_of, tier_shares
+from kvbench.show.progress import format_bytes, said_when_slow
+from kvbench.sizing.projection import Projection
+from kvbench.sizing.shapes import presets
 
 # Columns of the table, and the items of the ledger in them; the CSV file has every item.
 PARTS = {
@@ -43,41 +34,46 @@ PARTS = {
 OFF_PAGE = {"windows": ("window_bytes",), "states": ("state_bytes",)}
 COLUMNS = ("method", "model", "tokens", "batch", "ratio", "fp16_bytes")  # of the CSV file, before the ledger's items
 PICTURES = ("png", "svg", "pdf")
-Row = tuple[str, int, Projection]  # what the row is, tokens of a sequence, its bytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class SizedMethod:
-    """A method and, where the text decides them, the known shares of its tiers."""
+class Counted:
+    """What the table says, apart from the number of sequences."""
 
-    name: str
-    policy: Policy
-    shares: Sequence[float] = ()
-    """Those of the stored run that was named."""
-    store: StoreOptions = field(default_factory=StoreOptions)
+    title: str
+    model: str
+    off_page: Sequence[str]
+    """Keys of `OFF_PAGE` that the model has."""
+    rows: Sequence[tuple[str, int, Projection, str]]
+    """Label, tokens of a sequence, its bytes, and share of the layers on which the method acts, of their own."""
+    notes: Sequence[str]
 
 
 def frame_rows(words: Sequence[str]) -> list[dict[str, Any]]:
     """The rows of the table for Python, by the names of the CSV file's columns; `words` as on the command line."""
     cfg = compose_command("bytes", list(words))
-    rows, shape, *_ = _counted(cfg)
-    names = [*COLUMNS, *rows[0][2].items]
-    return [dict(zip(names, line, strict=True)) for line in _lines(rows, shape, cfg.batch)]
+    counted = _counted(cfg, _lengths(cfg))
+    names = [*COLUMNS, *counted.rows[0][2].items]
+    return [dict(zip(names, line, strict=True)) for line in _lines(counted, cfg.batch)]
 
 
 def main(cfg: DictConfig) -> int:
     """Print the table."""
     kind = _kind_of_picture(cfg.picture, cfg.answer)
-    rows, shape, notes, methods, lengths = _counted(cfg)
+    lengths = _lengths(cfg)
+    counted = _counted(cfg, lengths)
     console = terminal.console(100)
-    console.print(_table(rows, shape, cfg.batch))
-    for line in (*_notes(rows, shape, cfg.answer), *notes):
+    console.print(_table(counted, cfg.batch))
+    for line in counted.notes:
         console.print(Text(line, style="dim"))
     if cfg.out:
-        write_file(Path(cfg.out), _csv(rows, shape, cfg.batch))
+        write_file(Path(cfg.out), _csv(counted, cfg.batch))
         terminal.print_paths([Path(cfg.out)], console)
     if cfg.picture:
+        from kvbench.extensions.advise import along, counting
+
         prompt = max(lengths) - cfg.answer
+        shape, methods = counting.shape_of(cfg), counting.methods_of(cfg)
         with said_when_slow(f"counting the bytes of {len(methods)} methods along an answer"):
             sizes = shape.store_shape, prompt, cfg.answer
             lines = [line for one in methods for line in along.lines_of(one.name, one.policy, *sizes, one.store)]
@@ -87,33 +83,32 @@ def main(cfg: DictConfig) -> int:
     return 0
 
 
-def _counted(cfg: DictConfig) -> tuple[list[Row], NamedShape, list[str], list[SizedMethod], list[int]]:
-    """Rows of a command's methods and lengths, its model, notes, the methods, the lengths."""
+def _lengths(cfg: DictConfig) -> list[int]:
+    """Lengths of sequences; raises ValueError where they, the answer or the batch are none."""
     lengths = [int(x) for x in cfg.length] if isinstance(cfg.length, ListConfig) else [cfg.length]
     for length in lengths:
         Whole(1, MAX_TOKENS, unit="tokens").check("length", length)
     Whole(0, min(lengths) - 1, unit="tokens").check("answer", cfg.answer)
     Whole(1, 2**20, unit="sequences").check("batch", cfg.batch)
-    with said_when_slow(f"reading {cfg.model}"):
-        shape = find_shape(cfg.model)
-    if cfg.run:
-        methods = [_stored(Path(cfg.run), shape)]
-    else:
-        store = store_options(cfg.store)
-        methods = [
-            SizedMethod(name=name, policy=make_policy(method), store=store) for name, method in cfg._each_.items()
-        ]
-        if cfg.methods is not None:
-            made = {str(text): choices.make_method(text) for text in cfg.methods}
-            methods = [SizedMethod(name=text, policy=policy, store=store) for text, policy in made.items()]
-    rows: list[Row] = []
-    notes: list[str] = []
-    with said_when_slow(f"counting the bytes of {', '.join(one.name for one in methods)}"):
-        for one in methods:
-            method_rows, said = _of_method(one, shape, lengths, cfg.answer)
-            rows += method_rows
-            notes += said
-    return rows, shape, notes, methods, lengths
+    return lengths
+
+
+def _counted(cfg: DictConfig, lengths: Sequence[int]) -> Counted:
+    """The counts of a command, from the cache folder where they were made before."""
+
+    def count() -> dict[str, Any]:
+        from kvbench.extensions.advise import counting  # which imports torch
+
+        return counting.count(cfg, lengths)
+
+    settings = as_dict(cfg)
+    question = {"what": "bytes", "lengths": list(lengths), "study": shipped.state()}
+    question |= {name: settings[name] for name in ("_each_", "methods", "model", "answer", "store")}
+    if settings["methods"] is not None:  # settings of each apart, of which one may name a file
+        question["methods"] = [[word.split("=") for word in str(text).split()] for text in settings["methods"]]
+    plain = count() if cfg.run or settings["model"] not in presets() else remembered(question, count)
+    rows = [(label, length, Projection(**bytes_of), alone) for label, length, bytes_of, alone in plain.pop("rows")]
+    return Counted(rows=rows, **plain)
 
 
 def _kind_of_picture(path: str | None, answer: int) -> str:
@@ -131,117 +126,25 @@ def _kind_of_picture(path: str | None, answer: int) -> str:
     return kind
 
 
-def _stored(folder: Path, shape: NamedShape) -> SizedMethod:
-    """The method of a stored run, and the shares that it measured; in its pages, where they hold slots of the shape."""
-    record = RunRecord.load(folder)
-    if record is None:
-        raise FileMissing(f"run={folder} holds no run.json; give the folder of a run", setting="run")
-    policy = policy_of(record.identity)
-    if policy is None:
-        raise Unsupported(
-            f"run={folder}: its method {record.method} is none of kvbench's own, has other settings now, or names a "
-            "file, which a stored run never does",
-            setting="run",
-        )
-    samples, damaged = read_samples(folder / "samples.jsonl", record.hash, sealed=record.sealed)
-    if damaged:
-        note(f"{damaged} damaged lines of {folder}/samples.jsonl do not count")
-    held = dict(record.identity.get("store") or {})
-    if held.get("key_offset") not in KINDS and isinstance(held.get("key_offset"), str):
-        del held["key_offset"]  # an identity has a table's numbers, never its path, and no file that it names is opened
-    store = replace(store_options(held), budget_bytes=None)
-    try:
-        compile_formats(policy, shape.store_shape, store)
-    except ValueError as error:  # of the run's pages, or of what `project` refuses too
-        note(f"with pages of store.page_bytes=auto, for that of the run does not fit: {error}")
-        store = replace(store, page_bytes="auto")
-    return SizedMethod(name=record.method, policy=policy, shares=tier_shares(samples.values()), store=store)
-
-
-def _of_method(
-    method: SizedMethod, shape: NamedShape, lengths: Sequence[int], answer: int
-) -> tuple[list[Row], list[str]]:
-    """Rows of a method, and notes on them."""
-    name, rows, notes = method.name, list[Row](), list[str]()
-    for length in lengths:
-        sizes = shape.store_shape, length - answer, answer, method.store
-        least, most = project(method.policy, *sizes, shares=method.shares)
-        if is_one_number(least, most):
-            rows.append((f"{name}, as measured" if most.measured else name, length, most))
-            if most.measured:
-                notes = [f"How much {name} keeps depends on the text: its shares are those of the stored run."]
-            continue
-        rows += [(f"{name}, at least", length, least), (f"{name}, at most", length, most)]
-        more, notes = _known_elsewhere(method, shape, length, answer)
-        rows += more
-        why = (
-            f"How much {name} keeps depends on the text: least where queries attend to one token, most where they "
-            "attend to all alike; run=FOLDER takes what a stored run measured."
-        )
-        notes = [why, *notes]
-    if name == FULL:
-        notes.append("The full cache holds more than 100 %: page tables, and pages that are not full.")
-    return rows, notes
-
-
-def _known_elsewhere(method: SizedMethod, shape: NamedShape, length: int, answer: int) -> tuple[list[Row], list[str]]:
-    """Rows from published or stored shares of a method whose memory the text decides, and the source of the shares."""
-    name, rows, notes = method.name, list[Row](), list[str]()
-    shares, model = shipped.shares_in_study(name, method.policy, shape.name)
-    if shares:
-        (projection, _) = project(method.policy, shape.store_shape, length - answer, answer, method.store, shares)
-        rows.append((f"{name}, study", length, projection))
-        notes.append(f"study: at the shares that the repository's study measured of {name} on {model}, another text.")
-    elif not shipped.study_folders():
-        notes.append(shipped.ABSENT)
-    printed = published.shares(name, shape.name)
-    if printed:
-        fp16 = shape.store_shape.fp16_bytes(length)
-        each = [row.memory_pct for row in printed]
-        for share in sorted({min(each), max(each)}):
-            items = {"resident_bytes": round(share / 100 * fp16)}
-            rows.append((f"{name}, printed", length, Projection(items=items, fp16_bytes=fp16)))
-        places = ", ".join(dict.fromkeys(f"{row.paper}, {row.locator}" for row in printed))
-        notes.append(f"printed: the least and the most that {places} gives for {printed[0].model}, as printed.")
-    return rows, notes
-
-
-def _table(rows: Sequence[Row], shape: NamedShape, batch: int) -> Table:
-    layers = shape.store_shape
-    title = (
-        f"Bytes on {shape.name}: {shape.layers} layers, {layers.num_kv_heads} KV heads of {layers.head_dim} channels"
-    )
-    if layers.keys_only:
-        title = f"Bytes on {shape.name}: {shape.layers} layers of one latent vector of {layers.head_dim} channels"
-    there = {"windows": layers.other_kinds, "states": layers.state_bytes}
-    off_page = {name: items for name, items in OFF_PAGE.items() if there[name]}
+def _table(counted: Counted, batch: int) -> Table:
+    off_page = {name: OFF_PAGE[name] for name in counted.off_page}
     parts, extra = PARTS | off_page, ["% alone"] if off_page else []
-    table = terminal.plain_table(title)
+    table = terminal.plain_table(counted.title)
     table.add_column("method", no_wrap=True)
     many = [f"x {batch}"] if batch > 1 else []
     for heading in ("tokens", "resident", *many, "FP16", "%", *extra, *parts):
         table.add_column(heading, justify="right", no_wrap=True)
-    for name, length, projection in rows:
+    for name, length, projection, alone in counted.rows:
         table.add_row(
             name,
             str(length),
             *(format_bytes(count * projection.resident_bytes) for count in ([1, batch] if many else [1])),
             format_bytes(batch * projection.fp16_bytes),
             f"{RESIDENT.scale * projection.ratio:.1f}",
-            *(_alone(projection, shape, length) for _ in extra),
+            *(alone for _ in extra),
             *(_part(projection, items) for items in parts.values()),
         )
     return table
-
-
-def _alone(projection: Projection, shape: NamedShape, length: int) -> str:
-    """Share of the layers that see everything, of their own FP16 cache."""
-    if "window_bytes" not in projection.items:
-        return "-"
-    off_page = projection.items["window_bytes"] + projection.items["state_bytes"]
-    return (
-        f"{RESIDENT.scale * (projection.resident_bytes - off_page) / shape.store_shape.layers_fp16_bytes(length):.1f}"
-    )
 
 
 def _part(projection: Projection, items: Sequence[str]) -> str:
@@ -251,48 +154,24 @@ def _part(projection: Projection, items: Sequence[str]) -> str:
     return f"{100 * sum(projection.items[item] for item in items) / projection.fp16_bytes:.1f}"
 
 
-def _notes(rows: Sequence[Row], shape: NamedShape, answer: int) -> list[str]:
-    notes = [
-        f"% and the parts are of an FP16 full cache for the same tokens, of which {answer} were written behind the "
-        f"prompt. Shape: {shape.source}. The peak while a prompt is compressed, weights and activations do not count."
-    ]
-    others, layers = [], shape.store_shape
-    for window in dict.fromkeys(each.window for each in layers.other_kinds if each.window is not None):
-        kept = "tokens of the last chunk of" if window.in_chunks else "last"
-        count = sum(each.num_layers for each in layers.other_kinds if each.window == window)
-        others.append(f"{count} more keep their {kept} {window.num_tokens} tokens")
-    if shape.state_layers:
-        others.append(f"{shape.state_layers} hold states of {format_bytes(layers.state_bytes)} together")
-    if others:
-        notes.append(
-            f"The method acts on the {shape.layers} layers that see everything, and {', '.join(others)}, which count "
-            "in FP16 and in every row; '% alone' is of the former without them."
-        )
-    if layers.shared:
-        notes.append(f"{len(layers.shared)} layers attend to what another one holds, and hold nothing.")
-    if shape.context and (longest := max(length for _, length, _ in rows)) > shape.context:
-        notes.append(f"{shape.name} was made for {shape.context} tokens; {longest} are more.")
-    return notes
-
-
-def _csv(rows: Sequence[Row], shape: NamedShape, batch: int) -> bytes:
+def _csv(counted: Counted, batch: int) -> bytes:
     """Every item of every row, for all sequences together."""
-    items = list(rows[0][2].items)
-    return csv_bytes([*COLUMNS, *items], _lines(rows, shape, batch))
+    items = list(counted.rows[0][2].items)
+    return csv_bytes([*COLUMNS, *items], _lines(counted, batch))
 
 
-def _lines(rows: Sequence[Row], shape: NamedShape, batch: int) -> list[list[Cell]]:
+def _lines(counted: Counted, batch: int) -> list[list[Cell]]:
     """Each row as the cells of `COLUMNS` and the items of the ledger."""
-    items = list(rows[0][2].items)
+    items = list(counted.rows[0][2].items)
     return [
         [
             name,
-            shape.name,
+            counted.model,
             length,
             batch,
             projection.ratio,
             batch * projection.fp16_bytes,
             *(batch * projection.items[i] if i in projection.items else None for i in items),
         ]
-        for name, length, projection in rows
+        for name, length, projection, _ in counted.rows
     ]

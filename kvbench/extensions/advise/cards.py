@@ -30,8 +30,7 @@ class Card:
         """Time for answers one after another, each reading its own prompt; None where the weights are not known."""
         if shape.parameters is None or shape.weights_bytes is None:
             return None
-        layers = shape.store_shape
-        attention = 2 * layers.num_layers * layers.num_q_heads * layers.head_dim * prompt_tokens**2
+        attention = 2 * shape.layers * shape.q_heads * shape.head_dim * prompt_tokens**2
         read_s = (2 * shape.parameters * prompt_tokens + attention) / (self.tflops * 1e12)
         write_s = answer_tokens * shape.weights_bytes / (self.gb_per_s * 1e9)
         return samples * (read_s + write_s) / REACHED

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kvbench.config.files import FULL
 from kvbench.config.settings import as_dict, read_config
 from kvbench.errors import NameUnknown, SettingValue, Unsupported
+from kvbench.extensions.advise.named import NamedMethod
 
 if TYPE_CHECKING:  # the command `engine` reads words alone, without torch
     from kvbench.policy import ByLayer, HeadScales, Policy, Tier
@@ -90,6 +91,11 @@ def flags_of(policy: "Policy", num_layers: int | None = None) -> list[str]:
     if policy.head_scales is not None:
         return [_scaled_line(engine, policy.head_scales, kept) for engine in engines() if "scaled" in engines()[engine]]
     return [line for engine in engines() for line in _lines(engine, policy.tiers[0], kept, num_layers)]
+
+
+def known_flags(known: NamedMethod, num_layers: int) -> list[str]:
+    """`flags_of` a method by its settings, on a model of so many layers."""
+    return known.remember("flags", lambda: flags_of(known.policy, num_layers), {"layers": num_layers})
 
 
 def help_lines(policy: "Policy") -> dict[str, str]:

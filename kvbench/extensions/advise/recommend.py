@@ -10,7 +10,7 @@ from kvbench.config import files
 from kvbench.config.files import FULL
 from kvbench.extensions.advise.advice import Advice, Quality, Target, counts
 from kvbench.extensions.advise.cards import Card
-from kvbench.extensions.advise.engines import flags_of
+from kvbench.extensions.advise.engines import known_flags
 from kvbench.show.progress import format_bytes, format_seconds
 from kvbench.show.terminal import number
 from kvbench.show.text import safe
@@ -200,7 +200,7 @@ def model_words(shape: NamedShape) -> list[str]:
 
 
 def _flags(item: Advice) -> list[str]:
-    return [] if item.policy is None else flags_of(item.policy, item.target.shape.layers)
+    return [] if item.known is None else known_flags(item.known, item.target.shape.layers)
 
 
 def _folded(lines: Sequence[str]) -> list[str]:

@@ -1,7 +1,10 @@
 """Studies that come with the repository; their runs are marked as others' evidence wherever they count."""
 
 import csv
+import hashlib
+import math
 import os
+from collections.abc import Callable, Mapping
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -9,8 +12,9 @@ from typing import NamedTuple
 
 from kvbench.config.files import package_folder
 from kvbench.evidence.load import find_runs
+from kvbench.extensions.advise.named import NamedMethod, stored_method
 from kvbench.results.lines import read_samples
-from kvbench.sizing.stored import policy_of, tier_shares
+from kvbench.sizing.stored import tier_shares
 
 FOLDER = "results/example"
 STUDY, BENCHMARKS = f"{FOLDER}/study", f"{FOLDER}/benchmarks"  # generated questions; real benchmarks
@@ -18,6 +22,7 @@ ABSENT = f"The studies of the repository ({FOLDER}) are not installed with the p
 
 LONGEST_TOKENS = 1024  # of the first study's prompts
 POOLED = "mean over"  # both lengths, in its table
+TEXT_MODEL, TEXT = "qwen2.5-coder-0.5b", "the documentation of Python"  # of shipped.csv, which names neither
 
 
 def study_folders() -> list[Path]:
@@ -30,14 +35,21 @@ def is_study(folder: object) -> bool:
     return os.path.realpath(str(folder)) in map(os.path.realpath, study_folders())
 
 
-def shares_in_study(method: str, policy: object, model: str = "") -> tuple[list[float], str]:
-    """Shares of tiers that the studies measured of a method's policy, over all its runs on one model, and that model.
+def state() -> str:
+    """Digest of what the files of the studies' runs are called, their sizes and times of change."""
+    files = sorted(path for folder in study_folders() for path in folder.glob("**/*") if path.is_file())
+    each = [(str(path), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in files]
+    return hashlib.sha256(repr(each).encode()).hexdigest()
 
-    The wanted one where it was measured; none where no study has such a run.
+
+def shares_in_study(method: str, known: NamedMethod, model: str = "") -> tuple[list[float], str]:
+    """Shares of tiers that the studies measured of a method with its settings, over all its runs on one model, and it.
+
+    The wanted model where it was measured; none where no study has such a run.
     """
     filters = (None, None, [method])
     runs = [one for root in study_folders() for one in find_runs(root, {}, filters)]
-    same = [one for one in runs if repr(policy_of(one[1].identity)) == repr(policy)]
+    same = [one for one in runs if (stored := stored_method(one[1].identity)) and stored.text == known.text]
     names = [record.model for _, record in same]
     chosen = model if model in names else next(iter(names), "")
     samples = (
@@ -99,6 +111,38 @@ def losses(metric: str) -> list[StudyLoss]:
         for row in both
         if row["low"] and row["metric"] == metric
     ]
+
+
+class TextLoss(NamedTuple):
+    """What an engine's format loses on running text, against a cache of 16 bits."""
+
+    command: str
+    """The engine's, with its flags."""
+    tokens: int
+    """Measured ones."""
+    perplexity: tuple[float, float, float]
+    """Ratio less 1, and its 95 % interval."""
+    same_first_choice: tuple[float, float, float]
+    """Share of tokens, and its interval."""
+
+
+def text_losses() -> list[TextLoss]:
+    """The table of engines' formats on running text, those that flags alone choose; empty where the study is absent."""
+    named = [row for row in _rows("shipped.csv") if row["flags"] and "," not in row["flags"]]
+    return [
+        TextLoss(
+            command=f"{row['engine']} {row['flags']}",
+            tokens=int(row["n"]),
+            perplexity=_with_interval(row, "log_ratio", math.expm1),
+            same_first_choice=_with_interval(row, "same_first_choice", float),
+        )
+        for row in named
+    ]
+
+
+def _with_interval(row: Mapping[str, str], name: str, scale: Callable[[float], float]) -> tuple[float, float, float]:
+    value, low, high = (scale(float(row[f"{name}{end}"])) for end in ("", "_low", "_high"))
+    return value, low, high
 
 
 class Order(NamedTuple):

@@ -23,7 +23,8 @@ from kvbench.extensions.bench.times import Measured
 from kvbench.kernels.bench.rounds import CLOCKS
 from kvbench.models.load import LoadedModel
 from kvbench.policy import Policy
-from kvbench.sizing.project import GLANCE_TOKENS, Projection, is_one_number, run
+from kvbench.sizing.project import GLANCE_TOKENS, run
+from kvbench.sizing.projection import Projection, is_one_number
 from kvbench.sizing.shadow import Shadow, fill_prompt, shadow_step, shadow_store
 
 LAYERS = 4  # that are enough: what a step takes of them is the host's time

@@ -38,8 +38,9 @@ from kvbench.models.load import LoadedModel
 from kvbench.results import identity
 from kvbench.results.journal import run_lock
 from kvbench.results.writing import remove_litter
+from kvbench.rules.sizes import read_bytes
 from kvbench.runs.calibration import KEY
-from kvbench.runs.config import RunConfig, read_bytes
+from kvbench.runs.config import RunConfig
 from kvbench.runs.experiment import load_task
 from kvbench.runs.parts import Loaders
 from kvbench.show.progress import note

@@ -29,8 +29,8 @@ from kvbench.results import identity
 from kvbench.results.measures import LOSSES
 from kvbench.results.refusals import NotMeasured
 from kvbench.rules import Number
+from kvbench.rules.sizes import read_bytes
 from kvbench.runs.calibration import KEY
-from kvbench.runs.config import read_bytes
 from kvbench.runs.parts import Loaders
 from kvbench.show.progress import note
 from kvbench.tasks.taskset import TaskSet

@@ -55,7 +55,7 @@ def counted_once():
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvbench.extensions.advise.advice.outline", outlined)
+        patch.setattr("kvbench.sizing.outline.outline", outlined)
         yield
 
 
