@@ -87,7 +87,7 @@ class _Bare(ast.NodeTransformer):
 
 def _number_private_members(tree: ast.Module) -> None:
     """Replace names with one leading underscore that the file gives to members, by the order in which they occur."""
-    members = [(node, "attr") for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    members: list[tuple[ast.AST, str]] = [(node, "attr") for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
     members += [
         (node, _NAMES[type(node)])
         for each in ast.walk(tree)
