@@ -9,7 +9,7 @@ import os
 import socket
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -20,7 +20,7 @@ from kvbench.cli import endings, gpus
 from kvbench.cli.endings import EXIT_FAILED, report
 from kvbench.cli.words import config_dir_flags
 from kvbench.config import calibrated, files
-from kvbench.errors import NotForModel, what_happened
+from kvbench.errors import NotForModel, no_sys_exit, what_happened
 from kvbench.results.record import RunRecord
 from kvbench.results.sweep import JobRecord, Sweep
 from kvbench.show.progress import format_seconds, logged, note
@@ -135,6 +135,7 @@ class Jobs:
                 records = [record for record in (there.reference, there.record) if record is not None]
                 _show_one(records, there.folder, str(cfg.results_dir))
                 return 0
+            _check_method(cfg)
             from kvbench.runs.cross_run_batch import RunRequest, run_one
 
             finished = run_one(RunRequest(cfg=cfg, method=method, say=note, origin=origin), self.loaders)
@@ -329,6 +330,17 @@ def check_files(jobs: Sequence[Sequence[str]]) -> Path | None:
     for job in models.values():
         loaders.check_model(composed(*job).model)
     return Path(composed(*jobs[0]).results_dir) if jobs else None
+
+
+def _check_method(cfg: "DictConfig") -> None:
+    """Refuse a method's value that is out of its range, which should not wait seconds for the import of transformers;
+    what is wrong with anything else is found where it is read.
+    """
+    from kvbench.runs.parts import make_policy
+
+    if isinstance(method := cfg.get("method"), Mapping):
+        with no_sys_exit():
+            make_policy(method)
 
 
 def _show_one(records: "Sequence[RunRecord]", folder: Path, results_dir: str) -> None:

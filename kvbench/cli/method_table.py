@@ -18,9 +18,9 @@ from kvbench.show.formats import markdown_table
 HEAD = """# Methods
 
 Generated from the code by `make docs`. On the command line a setting is `method.KEY=VALUE`; the defaults below are
-those of the files in `conf/method/`. `kvbench help NAME` prints every setting of a method with its range, inherited
-ones included. An entry has what the method keeps, its memory, its own settings and its differences from its source;
-what several methods inherit stands once.
+those of the files in `conf/method/`. `kvbench help NAME` prints a method's settings with their ranges, with `all=true`
+inherited ones too. An entry has what the method keeps, its memory, its own settings and its differences from its
+source; what several methods inherit stands once.
 
 Memory is per KV head of one layer, in bytes: codes or 16-bit elements, scales and zeros, tracked scores and positions,
 a token's share of the bounds of its page. d is the head dim, N the prompt's tokens, T the generated ones, B the budget

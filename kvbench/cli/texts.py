@@ -22,7 +22,7 @@ USAGES = {
     "run": "kvbench run [key=value ...]",
     "list": "kvbench list [method | task | model | protocol | backend | experiment | suite ...]",
     "lm_eval": "kvbench lm_eval --model kvbench --model_args method=snapkv,method.budget=0.5 --tasks arc_easy",
-    "help": "kvbench help [a command, a method, a task, a model, ...]",
+    "help": "kvbench help [a command, a method, a task, a model, ...] [all=true]",
 }
 TAGLINE = "kvbench: what does a compressed KV cache cost, in quality, bytes and time?"
 # Common needs by purpose; each begins with the command for it.

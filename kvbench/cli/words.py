@@ -94,12 +94,15 @@ def _dispatched(command: str, words: list[str]) -> tuple[str, list[str]]:
 
 
 def _settings_meant(words: list[str]) -> list[str]:
-    """Guess what `method snapkv`, `snapkv` and `metod` at the front mean, as key=value; the likeliest first."""
+    """Guess what `method snapkv`, `snapkv` and `delete` at the front mean: key=value, or a command with its setting;
+    the likeliest first.
+    """
     word, after = words[0], words[1] if len(words) > 1 and "=" not in words[1] else ""
     group = word if word in files.GROUPS else word.removesuffix("s")
     if group in files.GROUPS:
         return [f"{group}={after or 'NAME'}"]
-    return [f"{group}={word}" for group in files.GROUPS if word in files.options(group)]
+    chosen = [f"{group}={word}" for group in files.GROUPS if word in files.options(group)]
+    return chosen or [f"{each} {word}=" for each in files.command_files() if texts.has_setting(each, word)]
 
 
 def take_config_dir(arguments: list[str]) -> tuple[list[Path], list[str]]:

@@ -42,13 +42,17 @@ def meaning(path: Path) -> bytes:
 # A process that makes many runs reads the same files for each; what they say follows from their bytes alone.
 @lru_cache(maxsize=1024)
 def _meaning_of_python(content: bytes) -> bytes:
-    tree = ast.parse(content)
+    return ast.dump(without_docstrings(ast.parse(content))).encode()
+
+
+def without_docstrings(tree: ast.Module) -> ast.Module:
+    """Remove the docstrings of a module, in place."""
     for node in _statements(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(
             node, clean=False
         ):
             node.body = node.body[1:] or [ast.Pass()]
-    return ast.dump(tree).encode()
+    return tree
 
 
 def _statements(tree: ast.Module) -> Iterator[ast.AST]:

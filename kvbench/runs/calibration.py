@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvbench.config.algorithm import algorithm_hash
 from kvbench.config.calibrated import AUTO, KEY, of_method, shipped
-from kvbench.config.code import hash_files
 from kvbench.config.files import BY_LAYER
 from kvbench.config.settings import as_dict, read_data
 from kvbench.errors import FileContent, FileMissing, SettingsConflict, unknown_name
@@ -194,5 +194,5 @@ def check_values(calibration: Calibration, policy: "Policy") -> None:
 
 
 def method_hash(policy: "Policy") -> str:
-    """Hash of the source files of a policy."""
-    return hash_files(provenance.method_files(type(policy)))
+    """Hash of what a policy computes: another one means that its calibrated settings may no longer fit."""
+    return algorithm_hash(provenance.method_files(type(policy)))

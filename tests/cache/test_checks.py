@@ -254,7 +254,7 @@ def test_where_the_host_does_not_wait_a_wrong_slot_harms_nobody(plan: Callable, 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_tables_on_a_device_make_a_wrong_slot_a_new_one_and_say_so(plan: Callable, rule: str):
     """The list appends, and the next step names the rule; the number of the slot is not told."""
-    pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
+    pytest.importorskip("triton", reason="triton is not installed (pip install -e '.[test]')")
     policy = Newcomer()
     store = store_of(policy, "triton")
     rows = [prefill(store), prefill(store, seed=1)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from selection import few
 
-pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
+pytest.importorskip("triton", reason="triton is not installed (pip install -e '.[test]')")
 
 from no_data import NothingOnTheHost, as_if_read, without_data
 from open_settings import open_settings

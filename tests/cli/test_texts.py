@@ -103,6 +103,31 @@ def test_help_of_every_method(monkeypatch):
         assert snapkv.index(first) < snapkv.index(second)
 
 
+def test_help_of_a_method_fits_two_screens(capsys):
+    """What a method keeps, its settings, memory and differences come first, and short; `all=true` has the rest."""
+    from kvbench.cli.choice_help import help_for
+    from kvbench.cli.method_table import settings_of
+    from kvbench.rules import declared
+    from kvbench.runs.parts import policy_class
+
+    for name in ("critical", "cake", *list(files.options("method"))[::6]):  # the two longest, and some
+        lines = help_for([f"method={name}"], 80).splitlines()
+        assert len(lines) <= 70 and max(map(len, lines)) <= max(80, len(str(files.path_of("method", name))) + 10), name
+        assert all(any(line.startswith(f"  {key}=") for line in lines) for key in settings_of(name)), name
+    assert main(["help", "diffkv"]) == 0
+    short = capsys.readouterr().out
+    assert short.startswith("method=diffkv\n") and len(short.splitlines()) <= 64
+    assert "\npaper=diffkv: " in short and "entries:" not in short
+    assert main(["help", "diffkv", "all=true"]) == 0
+    assert "\npaper=diffkv\n" in (whole := capsys.readouterr().out) and "entries:" in whole
+    assert main(["help", "paper=diffkv"]) == 0
+    assert capsys.readouterr().out.startswith("paper=diffkv\n")
+    snapkv, whole = (help_for(["snapkv", *words], 80) for words in ([], ["all=true"]))
+    inherited = declared(policy_class("kvbench.methods.snapkv.SnapKV")).keys() - settings_of("snapkv").keys()
+    assert inherited and all(key in snapkv and f"\n  {key}=" in whole for key in inherited)
+    assert not any(f"\n  {key}=" in snapkv for key in inherited)
+
+
 def test_reader_that_has_seen_enough():
     """`kvbench list | head -1` ends without a word on stderr."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

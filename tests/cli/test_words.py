@@ -51,6 +51,7 @@ def test_habits_name_settings_that_exist():
         ("compare --metric nll", "--metric is no flag"),
         ("method snapkv", "method is no command. Did you mean method=snapkv?"),
         ("methods", "methods is no command. Did you mean method=NAME?"),
+        ("delete", "delete is no command. Did you mean status delete=?"),
         ("task longbench limit=3", "Did you mean task=longbench?"),
         ("metod=snapkv", "there is no setting metod. Did you mean method?"),
         ("list metod", "metod is none of the lists. Did you mean methods?"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from selection import in_turn
 
-pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
+pytest.importorskip("triton", reason="triton is not installed (pip install -e '.[test]')")
 
 from engine_helpers import random_tokens
 from no_data import NothingOnTheHost, as_if_read, without_data

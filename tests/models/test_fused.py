@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
+pytest.importorskip("triton", reason="triton is not installed (pip install -e '.[test]')")
 
 from kvbench.kernels.gpu import rows as kernels
 from kvbench.models import fused, matrices

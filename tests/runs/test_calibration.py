@@ -86,6 +86,19 @@ def test_same_settings_are_the_same_run(write, tmp_path):
     assert prepare(RunConfig.read(cfg), "diffkv", parts).hash != with_file.hash
 
 
+@pytest.mark.parametrize("name", shipped())
+def test_shipped_files_are_of_the_code_as_it_is(name):
+    """The newcomer's first command warns of no other code.
+
+    Where a method has changed, show on prompts that it keeps the same tokens, and issue the file again (`reissued`), or
+    calibrate again.
+    """
+    made = calibration.load(name).content
+    method = method_cfg(calibration=name)
+    of = type("Model", (), made["model"])()
+    assert not [line for line in calibration.notes(method, of, make_policy(method)) if "this method's code" in line]
+
+
 @pytest.mark.parametrize(
     ("file", "changes", "remark"),
     [

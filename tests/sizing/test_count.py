@@ -278,6 +278,19 @@ sys.exit(code or " ".join({*sys.argv[1].split()} & {*sys.modules}) or 0)
     assert done.returncode == 0, done.stderr
 
 
+def test_a_value_out_of_range_is_refused_before_transformers_is_imported(tmp_path):
+    """As quickly as a name that does not exist: importing what computes takes seconds."""
+    script = """
+import sys
+from kvbench.cli.main import main
+sys.exit(10 * main(sys.argv[1:]) + ("transformers" in sys.modules))
+"""
+    words = ["method=snapkv", "budget=1.5", f"results_dir={tmp_path}"]
+    done = run([sys.executable, "-c", script, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 20 and "1.5" in done.stderr and "loading" not in done.stderr, done.stderr
+    assert not list(tmp_path.iterdir())
+
+
 def test_usual_settings_are_those_of_the_folders_at_hand(tmp_path, monkeypatch):
     """A method of another configuration folder leaves nothing behind for a method of its name."""
     from kvbench.config import files

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
+pytest.importorskip("triton", reason="triton is not installed (pip install -e '.[test]')")
 
 from selection import few
 from triton_helpers import DEVICE, many_parts, poisoned_memory  # noqa: F401

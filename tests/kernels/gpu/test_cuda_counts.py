@@ -2,7 +2,7 @@
 
 import pytest
 
-pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
+pytest.importorskip("triton", reason="triton is not installed (pip install -e '.[test]')")
 
 from kvbench.kernels.cpu.build import BuildError
 from kvbench.kernels.gpu import cuda_build

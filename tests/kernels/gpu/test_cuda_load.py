@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
+pytest.importorskip("triton", reason="triton is not installed (pip install -e '.[test]')")
 
 from kvbench.kernels.backend import REFERENCE
 from kvbench.kernels.cpu.build import BuildError, find_compiler

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
+pytest.importorskip("triton", reason="triton is not installed (pip install -e '.[test]')")
 
 from kvbench.kernels import check_device, sanitize
 from kvbench.kernels.gpu.cuda_decode import Decoder

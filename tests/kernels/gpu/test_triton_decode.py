@@ -6,7 +6,7 @@ import pytest
 import torch
 from selection import few
 
-pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
+pytest.importorskip("triton", reason="triton is not installed (pip install -e '.[test]')")
 
 from page_helpers import Cache, tier_format
 from triton_helpers import DEVICE, many_parts, move_cache, move_ring, poisoned_memory, random_queries  # noqa: F401

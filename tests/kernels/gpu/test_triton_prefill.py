@@ -4,7 +4,7 @@ import pytest
 import torch
 from selection import in_turn
 
-pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
+pytest.importorskip("triton", reason="triton is not installed (pip install -e '.[test]')")
 
 import triton.language as tl
 from oracles import slow_attention

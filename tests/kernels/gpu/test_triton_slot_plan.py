@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
+pytest.importorskip("triton", reason="triton is not installed (pip install -e '.[test]')")
 
 from triton_helpers import DEVICE, poisoned_memory  # noqa: F401
 

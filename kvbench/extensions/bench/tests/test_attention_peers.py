@@ -181,7 +181,7 @@ def test_lists_that_are_read_too_far_are_refused(monkeypatch):
 def test_the_kernels_in_cuda_have_separate_rows():
     """Their source, built for this CPU, next to Triton's; a format that they do not take is refused, so that nobody
     takes Triton's time for theirs."""
-    pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
+    pytest.importorskip("triton", reason="triton is not installed (pip install -e '.[test]')")
     find_compiler()
     words = ["shapes=[2x1x64]", "batches=[1]", "lengths=[64]", "formats=[K8V4,K16V16]", "decodes=[triton,host]"]
     with pytest.warns(UserWarning, match="decode attention by triton"):
@@ -196,7 +196,7 @@ def test_the_kernels_in_cuda_have_separate_rows():
 def test_forms_in_cuda_are_compiled_in_one_call(monkeypatch):
     """Those that the cells' rows will ask for, by as many threads as there are cores; what fails is noted. Without such
     rows, or without a card, nothing is compiled."""
-    pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
+    pytest.importorskip("triton", reason="triton is not installed (pip install -e '.[test]')")
     from kvbench.kernels.cpu.build import BuildError
     from kvbench.kernels.gpu import cuda_build, cuda_counts
 
@@ -261,7 +261,7 @@ def test_a_row_says_how_near_it_is_to_the_device():
 def test_instructions_are_counted_for_a_document(monkeypatch):
     """Those of the kernels in CUDA C++ as `cuda_counts` has them, per token that the row read; other documents are
     refused."""
-    pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
+    pytest.importorskip("triton", reason="triton is not installed (pip install -e '.[test]')")
     from kvbench.kernels.cpu.build import BuildError
     from kvbench.kernels.gpu import cuda_build
     from kvbench.kernels.gpu.compile import nvidia_tool
@@ -289,7 +289,7 @@ def test_instructions_are_counted_for_a_document(monkeypatch):
 
 def test_mainloops_of_triton_are_counted():
     """A form's warp instructions per token, as `registers` counts them; kernels that are interpreted cannot be."""
-    pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
+    pytest.importorskip("triton", reason="triton is not installed (pip install -e '.[test]')")
     with pytest.raises(RuntimeError, match="TRITON_INTERPRET"):
         instructions._in_triton("K4V4", 64, 4, "bf16", False, False, "sm_90")
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
+pytest.importorskip("triton", reason="triton is not installed (pip install -e '.[test]')")
 
 from selection import few
 

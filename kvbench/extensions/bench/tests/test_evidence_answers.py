@@ -5,7 +5,7 @@ import shlex
 
 import pytest
 
-pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
+pytest.importorskip("triton", reason="triton is not installed (pip install -e '.[test]')")
 
 from kvbench.cli import sweeping
 from kvbench.config.compose import compose

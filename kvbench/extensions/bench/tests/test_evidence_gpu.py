@@ -166,7 +166,7 @@ def test_a_killed_call_leaves_no_process(tmp_path, monkeypatch):
 def test_a_killed_stage_goes_on_behind_its_last_cell(tmp_path, name):
     """A dry stage, killed with the collector as soon as its first cell is there: the next call keeps that cell to the
     digit, and measures the others."""
-    pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
+    pytest.importorskip("triton", reason="triton is not installed (pip install -e '.[test]')")
     stages = tuple(stage for stage in STAGES if stage.name == name)
     document = tmp_path / f"{name}.json"
     with running_stages(tmp_path, 1200, stages, dry=True) as call:
@@ -207,7 +207,7 @@ def test_a_dry_run_passes_every_stage(tmp_path, capsys):
     """All stages on interpreted kernels and tiny shapes: every document checks, decode and throughput have a row of
     each default method, eager and from captured steps; the archive carries them to a bare machine, where nothing is
     left to do."""
-    pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
+    pytest.importorskip("triton", reason="triton is not installed (pip install -e '.[test]')")
     words = ["--dry", "--minutes", "60", "--archive", str(tmp_path / "a.tar.gz"), "--results"]
     assert evidence_gpu.main([*words, str(tmp_path / "r")]) == 0, capsys.readouterr().out
     folder = tmp_path / "r" / "interpreter"

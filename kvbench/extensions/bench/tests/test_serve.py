@@ -139,7 +139,7 @@ def test_buffers_may_take_more_than_half_where_all_of_a_request_fits():
 def test_steps_that_can_be_captured_are_replayed(kv_mb: float, lost: int):
     """Answers of a known length need no say of the host, as a least length would; each step of a run is told; and where
     the memory holds no prompt, which is read before the clock runs, all requests are lost and the bench goes on."""
-    pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
+    pytest.importorskip("triton", reason="triton is not installed (pip install -e '.[test]')")
     from kvbench.kernels.gpu.emulator import record
 
     settings = serve.Settings(**COMMON | {"kernels": "triton"}, **SMALL, methods=["full"])

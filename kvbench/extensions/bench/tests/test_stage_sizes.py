@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
+pytest.importorskip("triton", reason="triton is not installed (pip install -e '.[test]')")
 
 from no_data import without_data
 from selection import few

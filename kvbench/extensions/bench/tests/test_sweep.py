@@ -6,7 +6,7 @@ import subprocess
 import pytest
 from rich.console import Console
 
-pytest.importorskip("triton", reason="triton is not installed (pip install 'kvbench[test]')")
+pytest.importorskip("triton", reason="triton is not installed (pip install -e '.[test]')")
 
 from kvbench.extensions.bench import show
 from kvbench.kernels.bench import bench, machine, sweep
