@@ -119,8 +119,9 @@ def declared_help(group: str, name: str, path: Path, width: int) -> str:
 
 
 def method_help(name: str, width: int = 80, whole: bool = True) -> str:
-    """Explain a method: what it keeps, its settings with type, range, unit and default, its memory, its source, and
-    where it differs.
+    """Explain a method: what it keeps, its settings, its memory, its source, and its differences.
+
+    Settings stand with type, range, unit and default.
 
     Args:
         name: A choice of `method`.

@@ -333,8 +333,9 @@ def check_files(jobs: Sequence[Sequence[str]]) -> Path | None:
 
 
 def _check_method(cfg: "DictConfig") -> None:
-    """Refuse a method's value that is out of its range, which should not wait seconds for the import of transformers;
-    what is wrong with anything else is found where it is read.
+    """Refuse a method's value that is out of its range before the seconds of importing transformers.
+
+    Other settings are checked where they are read.
     """
     from kvbench.runs.parts import make_policy
 

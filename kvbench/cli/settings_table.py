@@ -33,7 +33,8 @@ def markdown_of(group: str, name: str) -> str:
         elif line.startswith("      "):
             lines[-1] += f": {text}" if lines[-1].endswith("`") else f". {text[:1].upper()}{text[1:]}"
         else:
-            lines.append(f"- `{text}`")
+            setting, _, rule = text.partition("  ")  # both on one line, where they fit
+            lines.append(f"- `{setting}`" + (f": {rule}" if rule else ""))
     return "\n".join([*lines, *(["```"] if fenced else [])]) + "\n"
 
 

@@ -94,8 +94,9 @@ def _dispatched(command: str, words: list[str]) -> tuple[str, list[str]]:
 
 
 def _settings_meant(words: list[str]) -> list[str]:
-    """Guess what `method snapkv`, `snapkv` and `delete` at the front mean: key=value, or a command with its setting;
-    the likeliest first.
+    """Guesses at words such as `method snapkv`, `snapkv` or `delete` at the front, the likeliest first.
+
+    A guess is key=value, or a command with its setting.
     """
     word, after = words[0], words[1] if len(words) > 1 and "=" not in words[1] else ""
     group = word if word in files.GROUPS else word.removesuffix("s")
