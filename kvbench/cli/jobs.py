@@ -135,7 +135,9 @@ class Jobs:
                 records = [record for record in (there.reference, there.record) if record is not None]
                 _show_one(records, there.folder, str(cfg.results_dir))
                 return 0
-            _check_method(cfg)
+            if isinstance(cfg.get("method"), Mapping):  # refused before the seconds of importing transformers
+                with no_sys_exit():
+                    self.loaders.make_policy(cfg.method)
             from kvbench.runs.cross_run_batch import RunRequest, run_one
 
             finished = run_one(RunRequest(cfg=cfg, method=method, say=note, origin=origin), self.loaders)
@@ -330,18 +332,6 @@ def check_files(jobs: Sequence[Sequence[str]]) -> Path | None:
     for job in models.values():
         loaders.check_model(composed(*job).model)
     return Path(composed(*jobs[0]).results_dir) if jobs else None
-
-
-def _check_method(cfg: "DictConfig") -> None:
-    """Refuse a method's value that is out of its range before the seconds of importing transformers.
-
-    Other settings are checked where they are read.
-    """
-    from kvbench.runs.parts import make_policy
-
-    if isinstance(method := cfg.get("method"), Mapping):
-        with no_sys_exit():
-            make_policy(method)
 
 
 def _show_one(records: "Sequence[RunRecord]", folder: Path, results_dir: str) -> None:
