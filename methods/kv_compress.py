@@ -100,14 +100,8 @@ class KVCompress(kv.Policy):
         upkeep = self._is_continual
         both = kv.ScoreSpec(power=self.power, group_reduce="sum", decode_update=upkeep, track=("score", "pos"))
         if self.variant == "window":
-            self.score = replace(
-                both,
-                prefill_queries=self.obs_window,
-                pool="max",
-                pool_kernel=7,
-                pool_stage="per_query_head",
-                pool_region="all",
-            )
+            pooled = replace(both, pool="max", pool_kernel=7, pool_stage="per_query_head", pool_region="all")
+            self.score = replace(pooled, prefill_queries=self.obs_window)
         else:
             self.score = replace(both, prefill_queries=kv.ALL_QUERIES, skip_near=self.skip_near)
 

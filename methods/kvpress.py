@@ -11,19 +11,7 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvbench.policy import (
-    Budget,
-    LayerTensors,
-    Need,
-    NotForModel,
-    Ranked,
-    ScoreSpec,
-    SettingsConflict,
-    SettingValue,
-    Several,
-    Statistic,
-    Text,
-)
+import kvbench.policy as kv
 from kvbench.policy.presses import attached_rotary, value_of
 
 # kvpress asks for an older transformers than kvbench; its scorers run with kvbench's.
@@ -40,88 +28,79 @@ def scorer(press: str, settings: tuple[str, ...]) -> Any:
     try:
         import kvpress as package  # by its own name, so that its version counts in a run's identity
     except ImportError as error:
-        raise NotForModel(
-            f"method=kvpress needs the package kvpress ({error}); install it with: {INSTALL}", setting="method"
-        ) from None
+        said = f"method=kvpress needs the package kvpress ({error}); install it with: {INSTALL}"
+        raise kv.NotForModel(said, setting="method") from None
     scorers = {
         name: kind
         for name, kind in vars(package).items()
         if isinstance(kind, type) and issubclass(kind, package.ScorerPress) and kind is not package.ScorerPress
     }
     if press not in scorers:
-        raise SettingValue(
-            f"method.press={press} is no scorer of kvpress; those installed are {', '.join(sorted(scorers))}",
-            setting="method.press",
+        raise _refused(
+            f"method.press={press} is no scorer of kvpress; those installed are {', '.join(sorted(scorers))}"
         )
     kind: Any = scorers[press]
     if kind.compress is not package.ScorerPress.compress:
-        raise SettingValue(
-            f"method.press={press} does not keep its best scores but chooses otherwise; run kvpress itself",
-            setting="method.press",
-        )
+        raise _refused(f"method.press={press} does not keep its best scores but chooses otherwise; run kvpress itself")
     options = dict(text.partition("=")[::2] for text in settings)
     known = set(inspect.signature(kind).parameters) - {"compression_ratio"}
     if unknown := sorted(set(options) - known):
-        raise SettingValue(
+        raise _refused(
             f"method.settings has {', '.join(unknown)}, and {press} {', '.join(sorted(known)) or 'none'}",
-            setting="method.settings",
+            "method.settings",
         )
     return kind(**{name: value_of(text) for name, text in options.items()})
 
 
+def _refused(said: str, setting: str = "method.press") -> kv.SettingValue:
+    return kv.SettingValue(said, setting=setting)
+
+
 @lru_cache(maxsize=2)
 def prepared(press: str, settings: tuple[str, ...], model: str, dtype: torch.dtype) -> Any:
-    """Prepares the scorer for a model, of which it sees the name and the type alone.
-
-    KVzapPress and QFilterPress fetch what was trained for a model of that name, once.
-
-    Raises:
-        ValueError: It looks at more of the model, or has nothing for a model of that name.
-    """
+    """Prepares the scorer for a model, of which it sees the name and the type alone, or refuses the model."""
     made = scorer(press, settings)
     seen = SimpleNamespace(config=SimpleNamespace(name_or_path=model), dtype=dtype)
     try:
         made.post_init_from_model(seen)
     except AttributeError as error:
-        raise SettingValue(
+        raise _refused(
             f"method.press={press} prepares itself from more of a model than its name, which no statistic sees "
-            f"({error}); run kvpress itself",
-            setting="method.press",
+            f"({error}); run kvpress itself"
         ) from error
     except Exception as error:  # the hub's, or the press's own
         said = " ".join(str(error).split())[:200] or type(error).__name__
-        raise SettingValue(
+        raise _refused(
             f"method.press={press} has nothing to load for a model called {model}: {said}; take a model that it was "
-            "trained for, under the name that the hub has for it",
-            setting="method.press",
+            "trained for, under the name that the hub has for it"
         ) from error
     return made
 
 
 @dataclass(frozen=True)
-class PressScore(Statistic):
+class PressScore(kv.Statistic):
     """The numbers that a scorer of kvpress gives a layer; what it draws at random, it draws the same every time."""
 
     press: str
     settings: tuple[str, ...]
-    budget: Budget
-    needs: ClassVar[frozenset[Need]] = frozenset({"attention_call"})
+    budget: kv.Budget
+    needs: ClassVar[frozenset[kv.Need]] = frozenset({"attention_call"})
     words: ClassVar[str] = "a scorer of kvpress"
 
-    def of_prompt(self, seen: LayerTensors) -> Tensor:
+    def of_prompt(self, seen: kv.LayerTensors) -> Tensor:
         if self.budget.unit != "bytes":
             kept = self.budget.tokens(seen.tokens_seen, 1, 1.0) / seen.tokens_seen
             return self._score(seen, max(0.0, 1 - kept))
         score, other = (self._score(seen, ratio) for ratio in (0.25, 0.75))  # how many tokens bytes buy is not known
         if not torch.equal(score, other):
-            raise SettingsConflict(
+            raise kv.SettingsConflict(
                 f"the scores of {self.press} depend on the compression ratio, which a budget in bytes does not say; "
                 "give a ratio or tokens",
                 setting="method.budget",
             )
         return score
 
-    def _score(self, seen: LayerTensors, ratio: float) -> Tensor:
+    def _score(self, seen: kv.LayerTensors, ratio: float) -> Tensor:
         call = seen.attention_call
         name = str(getattr(getattr(call.module, "config", None), "name_or_path", ""))
         # A copy: no layer sees what another left.
@@ -134,15 +113,13 @@ class PressScore(Statistic):
                 score = made.score(call.module, call.hidden_states[None], seen.k[None], seen.v[None], None, named)
         except Exception as error:  # code of others may fail with any error
             said = " ".join(str(error).split())[:200] or type(error).__name__
-            raise SettingValue(
-                f"{self.press} of kvpress cannot score a prompt of {seen.tokens_seen} tokens: {said}",
-                setting="method.press",
-            ) from error
+            text = f"{self.press} of kvpress cannot score a prompt of {seen.tokens_seen} tokens: {said}"
+            raise _refused(text) from error
         return torch.as_tensor(score[0].float())
 
 
 @dataclass(kw_only=True)
-class KVPress(Ranked):
+class KVPress(kv.Ranked):
     """Keeps, per KV head, the tokens that a scorer of kvpress gives the highest numbers.
 
     Args:
@@ -157,12 +134,12 @@ class KVPress(Ranked):
     """
 
     press: str = "KeyDiffPress"
-    settings: Annotated[Sequence[str], Several(Text(), least=0)] = ()
+    settings: Annotated[Sequence[str], kv.Several(kv.Text(), least=0)] = ()
 
     def declare(self) -> None:
         super().declare()
         self.settings = tuple(self.settings)
-        self.rank_by(ScoreSpec(statistic=PressScore(self.press, tuple(self.settings), self._budget)))
+        self.rank_by(kv.ScoreSpec(statistic=PressScore(self.press, tuple(self.settings), self._budget)))
 
     def check_model(self, num_layers: int, num_kv_heads: int) -> None:
         super().check_model(num_layers, num_kv_heads)

@@ -111,6 +111,7 @@ def somebody(user: str) -> Somebody:
         package = Path(folder, *name.split("."))
         package.mkdir()
     shutil.copytree(ROOT / "kvbench" / "tasks" / "code" / "cage", package / "cage")
+    shutil.copy(ROOT / "kvbench" / "errors.py", Path(folder, "kvbench"))
     # What root runs may have to start as somebody else: one that everybody may start comes first.
     places = list(enumerate(dict.fromkeys([sys._base_executable, "/usr/bin/python3"])))
     for starter in dict.fromkeys(["nobody", user]):

@@ -1,10 +1,16 @@
 """A default test may take so many processor seconds: which runs fail for one."""
 
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from types import SimpleNamespace
 
-import conftest
 import pytest
 import torch
+
+# By its path: other folders of tests have a file of this name, too.
+spec = spec_from_file_location("conftest_of_all", Path(__file__).with_name("conftest.py"))
+conftest = module_from_spec(spec)
+spec.loader.exec_module(conftest)
 
 
 def test_slowness_is_that_of_one_thread(monkeypatch):

@@ -52,7 +52,7 @@ def _one(word: str, width: int, whole: bool) -> str:
         raise NameUnknown(
             f"there is no help for {word}.{did_you_mean(names, known)} `kvbench list` shows what there is"
         )
-    # What an extension has under the name of a method is named: a paper's whole suite would bury the method.
+    # Choices of extensions with the name of a method are only named: a paper's suite would bury the method.
     shown = [group for group in groups if whole or group in files.GROUPS or group == groups[0]]
     lines = [line for group in groups if group not in shown for line in _pointer(group, names, width)]
     return "\n\n".join(

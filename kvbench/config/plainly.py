@@ -75,14 +75,14 @@ def compose_plainly(name: str, words: Sequence[str]) -> DictConfig | None:
 
 def _composed(config: DictConfig, words: Sequence[str]) -> DictConfig:
     defaults = OmegaConf.to_container(config.pop("defaults", OmegaConf.create([])))
-    given = dict(word.partition("=")[::2] for word in words)
-    if len(given) < len(words) or not all("=" in word for word in words):
+    from_words = dict(word.partition("=")[::2] for word in words)
+    if len(from_words) < len(words) or not all("=" in word for word in words):
         raise NeedsGrammar  # a word twice, and one without a value
     if defaults:
-        group, choice = _choice(defaults, given.pop(_GROUP, None))
+        group, choice = _choice(defaults, from_words.pop(_GROUP, None))
         method = methods.method_settings(choice)
         config[group], config._choices_ = method, {group: choice}
-    for key, value in given.items():
+    for key, value in from_words.items():
         _set(config, key, plain_value(value))
     return config
 

@@ -245,7 +245,7 @@ def _download(requirement: str, room: Path) -> tuple[Path | None, str]:
     else:
         return None, "this Python has no pip, and uv is not installed"
     command = [*pip, "download", "--quiet", "--no-deps", "--no-cache-dir", "--only-binary=:all:", "--retries=2"]
-    # What comes is seen in the room. A pip from 25.1 on goes on inside a wheel whose connection breaks.
+    # Progress is read from the free space. A pip from 25.1 on goes on inside a wheel whose connection breaks.
     environment = {"PIP_RESUME_RETRIES": "20", **os.environ, "TMPDIR": str(room)}
     done = subprocess.run(
         [*command, f"--dest={room}", requirement], capture_output=True, text=True, check=False, env=environment

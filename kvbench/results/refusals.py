@@ -1,4 +1,4 @@
-"""Errors about stored results that a user can act on, beside those of a journal and a record."""
+"""Errors about stored results that a user can act on, except those of a journal and a record."""
 
 from kvbench.errors import KvbenchError
 

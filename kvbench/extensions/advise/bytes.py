@@ -38,7 +38,7 @@ PICTURES = ("png", "svg", "pdf")
 
 @dataclass(frozen=True, kw_only=True)
 class Counted:
-    """What the table says, apart from the number of sequences."""
+    """Content of the table, except the number of sequences."""
 
     title: str
     model: str

@@ -114,7 +114,7 @@ def losses(metric: str) -> list[StudyLoss]:
 
 
 class TextLoss(NamedTuple):
-    """What an engine's format loses on running text, against a cache of 16 bits."""
+    """Loss of an engine's format on running text, against a cache of 16 bits."""
 
     command: str
     """The engine's, with its flags."""
