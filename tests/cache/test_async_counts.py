@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvbench.cache.async_counts import AsyncCounts, ReplayLog
+from kvbench.cache.async_counts import AsyncCounts, HostCounts, ReplayLog, Rows
 
 
 def told(counts: AsyncCounts, into: list, numbers: list[int], name: str = "") -> None:
@@ -81,3 +81,15 @@ def test_a_replay_tells_again_what_the_step_told():
         counts.resend(log)
     counts.collect()
     assert [now for now, _ in found] == [11, 12, 13] and len(found) == 3
+
+
+def test_of_a_row_that_was_forgotten_nothing_is_known():
+    """A closed row's number is that of another sequence next, whose lists are shorter or longer."""
+    counts = HostCounts()
+    counts.learner(Rows.of([3, 5], torch.device("cpu")))([7, 9])
+    assert counts.longest([3, 5], 0) == 9 and counts.longest([3], 0) == 7
+    counts.advance([3], 4)
+    counts.copy(3, 6)
+    counts.forget(3)
+    assert counts.longest([3], 0) is None and counts.longest([3, 5], 0) is None
+    assert counts.longest([6], 0) == 11 and counts.longest([5], 0) == 9

@@ -10,6 +10,7 @@ from selection import in_turn
 from store_helpers import filled, make_store, plain_attention, random_layer, rotated, step_at
 from test_rotation import POLICIES
 
+from kvbench.cache.codebooks import KeyBiases
 from kvbench.cache.layout import StoreOptions
 from kvbench.cache.store import CompressedStore
 from kvbench.engine.supported import model_shape
@@ -317,3 +318,13 @@ def test_a_bias_is_refused_where_there_is_none_to_take(tiny_model):
             make_store(policy, inv_freq=inv_freq, key_offset="bias")
     assert model_shape(biased(tiny_model).model).key_biases is not None
     assert model_shape(tiny_model("llama", "gqa3", 64).model).key_biases is None
+
+
+def test_a_latent_vector_has_no_bias_to_take_off():
+    """Its keys are its values too, and a bias of the one is none of the other."""
+    shape = make_store(Uniform(tier="int4"), head_dim=DIM).shape
+    biased = dataclasses.replace(shape, key_biases=[torch.ones(DIM * shape.num_kv_heads)] * shape.num_layers)
+    formats = make_store(Uniform(tier="int4"), head_dim=DIM).pages.formats
+    assert KeyBiases(formats, biased, 0).channel_bytes > 0
+    with refused("method-misfit", "store.key_offset"):
+        KeyBiases(formats, dataclasses.replace(biased, keys_only=True), 0)

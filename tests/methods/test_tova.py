@@ -75,6 +75,13 @@ def test_per_head_each_head_drops_its_own():
     assert held_positions(store, row) == [[5, 1, 3, 4], [5, 2, 3, 4]]
 
 
+def test_one_set_of_a_layer_or_of_the_model():
+    """Heads of a layer share a set, and layers share one where they are to decide together."""
+    assert TOVA(budget=4).scope == "layer"
+    assert TOVA(budget=4, allocation="pyramid").scope == "layer"
+    assert TOVA(budget=4, per_head=True).scope == "layer"
+
+
 @pytest.mark.parametrize(("budget", "num_tokens"), [(12, 40), (0.3, 40), (40, 12), (1.0, 25)])
 def test_long_random_steps_follow_a_plain_list(budget, num_tokens):
     """30 steps with three query heads per KV head: sets and outputs are those of a list that drops its lightest."""

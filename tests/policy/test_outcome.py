@@ -9,7 +9,9 @@ import torch
 from kvbench.methods.kivi import Kivi
 from kvbench.methods.kvquant import KVQuant
 from kvbench.methods.kvquant_style import KVQuantStyle
+from kvbench.methods.snapkv import SnapKV
 from kvbench.policy import Budget, BudgetText, Compaction, Policy, Scored, ScoreSpec, Shares, within
+from kvbench.policy.bounds import Extent
 from kvbench.runs.verdict import complaint
 
 LISTS, PAGE = 4, 8
@@ -146,3 +148,10 @@ def test_a_method_that_never_quantises_is_caught(policy, most):
 
     assert said(0, most) is None and said(1, most) is None
     assert said(0, most + 1) == f"0 of {most + 1} tokens per head were quantised, but that should be at least 1"
+
+
+@pytest.mark.parametrize(("settings", "fewest"), [({}, 7), ({"chunk": 4}, 7), ({"chunk": 4, "cut_chunk": False}, 5)])
+def test_a_budget_is_spent(settings, fewest):
+    """Except a token that rounding may leave; of chunks that stay whole the last may have no room."""
+    extent = Extent(prompt_tokens=20, tokens_seen=20, lists=2, prompt_slots=16)
+    assert SnapKV(budget=8, window=2, **settings).bounds(extent).prompt_mean == (fewest, 8)
