@@ -9,7 +9,7 @@ from kvbench.config.compose import choices, compose
 from kvbench.config.plainly import NeedsGrammar, compose_plainly, plain_choices, plain_value
 
 VALUES = (
-    "1 0 -1 1.5 -0.5 abc a-b a/b.c /tmp/x ./x ../x 32k null None true on yes 8GiB llama3.1-8b [1,2] [a,b.c] [[1]] a. "
+    "1 0 -1 1.5 -0.5 abc a-b a/b.c /a/x ./x ../x 32k null None true on yes 8GiB llama3.1-8b [1,2] [a,b.c] [[1]] a. "
     "q8_0-q4_0 1-2 1.2.3 0x10 1/2 _x 0.50 nanx [true,null]"
 ).split()
 GRAMMAR = "01 1. 1e5 1_000 NULL True nan inf [] -a 50%seen a:b ~ 9999999999999999999 .5 -0 {a:1} 'a' a,b $x".split()
