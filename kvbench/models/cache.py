@@ -25,7 +25,7 @@ State = list[str | int]
 
 
 class NoRoom(KvbenchError, code="no-room"):
-    """Memory or a disk is too small for what is asked."""
+    """Memory or a disk is too small for the request."""
 
 
 def cache_root() -> Path:

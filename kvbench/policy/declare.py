@@ -22,7 +22,7 @@ ALL_QUERIES = -1  # in a ScoreSpec: every prompt query counts
 class Probe:
     """A second pass over a prompt while it is still uncompressed; its tokens are measured and not kept.
 
-    The model is asked to repeat the prompt and is fed what it would answer, in parts: after the whole prompt it reads
+    The model is prompted to repeat the prompt and is fed that answer, in parts: after the whole prompt it reads
     a request, what closes a user's turn in the prompt, and a part of the prompt again. A statistic finds the passes
     under `replays`. The time that they take and what they hold are counted.
 

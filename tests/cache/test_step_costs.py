@@ -1,4 +1,4 @@
-"""What a decode step of the store costs a GPU, by method, as docs/reference/gpu.md says it: the host never waits."""
+"""Costs of a decode step on a GPU, by method, as in docs/reference/gpu.md: the host never waits."""
 
 from functools import cache
 

@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from importlib.util import find_spec
@@ -18,6 +17,7 @@ from typing import Any
 
 from kvbench.config.files import package_folder
 from kvbench.models.cache import cache_root
+from kvbench.results.writing import JournalError, write_atomic
 
 FOLDER = "counts"
 VERSIONS = 3  # of the code, whose counts are kept
@@ -54,7 +54,7 @@ def remembered(question: Mapping[str, Any], answer: Callable[[], Any]) -> Any:
         text = json.dumps({"question": question, "answer": result})
     except TypeError:
         return result
-    with contextlib.suppress(OSError):  # a folder that cannot be written
+    with contextlib.suppress(OSError, JournalError):  # a folder that cannot be written
         _keep(file, text)
     return json.loads(text)["answer"]  # as it will be found
 
@@ -89,10 +89,7 @@ def _keep(file: Path, text: str) -> None:
         versions = sorted(file.parent.parent.iterdir(), key=lambda folder: folder.stat().st_mtime, reverse=True)
         for folder in versions[VERSIONS:]:
             shutil.rmtree(folder, ignore_errors=True)
-    handle, part = tempfile.mkstemp(dir=file.parent, prefix=".", suffix=".part")
-    with os.fdopen(handle, "w", encoding="utf-8") as written:
-        written.write(text)
-    os.replace(part, file)
+    write_atomic(file, text.encode())
 
 
 @cache

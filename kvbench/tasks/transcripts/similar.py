@@ -63,7 +63,7 @@ class Similar(Transcript):
         lines = [_line(thing, rng) for _ in range(self.copies)]
         cases = [(k, t) for k in KINDS for t in THINGS if (k, t) != (kind, thing)]
         steps = [_step(*case, _line(case[1], rng)) for case in (rng.choice(cases) for _ in range(count - self.copies))]
-        # The one that is asked for lies at the depth, the others before and after it, as evenly as there is room.
+        # The requested one lies at the depth, the others before and after it, as evenly as there is room.
         at = round(depth * len(steps))
         positions = [round(at * (position + 0.5) / max(1, wanted)) for position in range(wanted)] + [at]
         rest = self.copies - wanted - 1

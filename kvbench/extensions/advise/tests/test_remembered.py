@@ -54,7 +54,7 @@ def test_a_damaged_answer_is_made_again(folder, content):
 
 
 def test_other_code_is_another_question_and_few_versions_stay(folder, monkeypatch):
-    """What was kept for the oldest versions of the code goes."""
+    """Counts of the oldest versions of the code are removed."""
     answers = Answers()
     for version in range(VERSIONS + 2):
         monkeypatch.setattr(module, "_code_digest", lambda version=version: f"{version}" * 64)
