@@ -8,6 +8,7 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvbench.cache.layout import ModelShape, StoreOptions
+from kvbench.cache.ranks import ALONE
 from kvbench.cache.store import CompressedStore
 from kvbench.kernels.dispatch import get_backend
 from kvbench.kernels.operands import PLAIN
@@ -35,6 +36,7 @@ def make_store(
     inv_freq=None,
     softmax=PLAIN,
     device_spans=(),
+    ranks=ALONE,
     device="cpu",
     backend="torch",
     **options,
@@ -55,6 +57,7 @@ def make_store(
         inv_freq=inv_freq,
         softmax=softmax,
         device_spans=device_spans,
+        ranks=ranks,
     )
     return CompressedStore(
         policy,

@@ -210,6 +210,16 @@ def test_a_projection_bills_the_same(keep):
         assert least.items[item] == mine[item]
 
 
+@pytest.mark.parametrize(("head_dim", "item_bytes"), [(64, 1), (256, 1), (258, 2)])
+def test_an_order_takes_one_byte_a_channel_where_that_numbers_all(head_dim, item_bytes):
+    """The last channel has number 255 of 256."""
+    shape = make_store(ThinK(window=WINDOW), num_layers=2, head_dim=head_dim).shape
+    channels, order = Channels(1, shape), torch.arange(head_dim).flip(0)[None]
+    channels.hold(0, 1, order)
+    assert channels.row_bytes == 2 * head_dim * item_bytes
+    assert torch.equal(channels.of(torch.tensor([0]))[1][0, 1], order)
+
+
 # What is refused ----
 
 
