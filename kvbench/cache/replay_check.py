@@ -30,6 +30,7 @@ class ReplayCheck(Generic[Subject]):
         self._first = _copied(subject)
         self._now: Subject | None = None
         self._counts: Counter[str] = Counter()
+        self._repeats: Counter[str] = Counter()
 
     def of(self, call: str, begins: bool = True) -> Subject | None:
         """Copy to call now, or None.
@@ -39,12 +40,14 @@ class ReplayCheck(Generic[Subject]):
         if begins:
             number = self._counts[call]
             self._counts[call] += 1
-            self._now = _copied(self._first) if number < 2 or number % EVERY[call] == 0 else None
+            repeats = number < 2 or number % EVERY[call] == 0
+            self._repeats[call] += repeats
+            self._now = _copied(self._first) if repeats else None
         return self._now
 
     def number(self, call: str) -> int:
-        """Number of such calls before this one."""
-        return self._counts[call] - 1
+        """Number of repeated calls before this one."""
+        return self._repeats[call] - 1
 
 
 def _copied(subject: Subject) -> Subject:

@@ -25,7 +25,7 @@ class Measurer:
     spec: ScoreSpec
     shape: ModelShape
     backend: Backend
-    first_layer: int = 0
+    first_layer: int
 
     @property
     def reduction(self) -> HeadScores:

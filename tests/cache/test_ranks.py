@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from torch import distributed
 from store_helpers import make_store
 
-from kvbench.cache.ranks import ALONE, Ranks
+from kvbench.cache.ranks import ALONE, ProcessRanks, Ranks
 from kvbench.cache.store import CompressedStore
 from kvbench.methods.ada_snapkv import AdaSnapKV
 from kvbench.methods.kv_compress import KVCompress
@@ -73,3 +74,17 @@ def test_a_process_holds_its_heads_of_the_common_plan(policy, index):
         store.end_step()
     for one, other in zip(whole.outputs, part.outputs, strict=True):
         torch.testing.assert_close(one[:, mine], other, rtol=1e-5, atol=1e-6)  # fp32 sums of other lengths
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.int64, torch.float16, torch.float32])
+def test_tensors_of_every_dtype_are_exchanged(dtype):
+    """By a group of one process, which gets what it gave."""
+    values = (torch.arange(12) - 5).view(3, 4).to(dtype).mT  # not contiguous
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        ranks = ProcessRanks(torch.device("cpu"))
+        result = ranks.gather(values, -1)
+        assert (ranks.size, ranks.index) == (1, 0) and result.dtype == dtype and torch.equal(result, values)
+        assert ranks.totals([3, 1 << 40]) == [3, 1 << 40] and ranks.most(7) == 7
+    finally:
+        distributed.destroy_process_group()

@@ -214,6 +214,23 @@ def test_statistics_are_asked_again_too(of: Callable, moment: str):
         run(policy)
 
 
+def test_every_layer_is_asked_again():
+    """Of four layers the last one too, which no multiple of eight prompts would come to."""
+
+    def mood(self, k):
+        return k + len(self.notes) // 4 if len(self.notes) % 4 == 0 else k  # the last layer of each prompt
+
+    policy = Cheat()
+    policy.score = ScoreSpec(statistic=Moody(mood), track=("pos",))
+    store = make_store(policy, num_layers=4, rows=1, max_tokens=32, backend="torch")
+    store.enable_replay_check()
+    make = torch.Generator().manual_seed(0)
+    with pytest.raises(BrokenRule, match=r"^Moody.of_prompt \(.*\), prompt of 9 tokens, layer 3: "):
+        for _ in range(20):
+            row = read_random(store, 9, make)
+            store.close_row(row)
+
+
 def test_the_sample_is_named(tiny_model):
     """The engine asks again in every run, and says which sample it was, or in which a step was."""
     requests = [request(name, random_tokens(20 + place), max_new_tokens=6) for place, name in enumerate("ab")]

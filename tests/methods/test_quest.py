@@ -76,6 +76,21 @@ def test_of_two_pages_one_may_be_read():
     torch.testing.assert_close(out, plain_attention(q[:, 9], k[:, 8:10], v[:, 8:10], 0.25))
 
 
+@pytest.mark.parametrize("dense", [0, 1, 2, 5])
+def test_first_layers_read_everything(dense):
+    """And the others the newest page alone, where the budget is of one."""
+    policy = Quest(read_budget=8, page_tokens=8, min_pages=1, dense_layers=dense, tier="native")
+    store = make_store(policy, num_layers=3, num_q_heads=4, num_kv_heads=2, head_dim=DIM)
+    layers = [random_layer(seed, 2, 2, 31, DIM) for seed in range(3)]
+    row = store.open_row()
+    for layer, (q, k, v) in enumerate(layers):
+        store.prefill_layer(row, layer, q[:, :30], k[:, :30], v[:, :30], 0.25)
+    outputs = step_one(store, row, [tuple(x[:, 30] for x in tensors) for tensors in layers], 0.25)
+    for layer, (out, (q, k, v)) in enumerate(zip(outputs, layers, strict=True)):
+        first = 0 if layer < dense else 24
+        torch.testing.assert_close(out[0], plain_attention(q[:, 30], k[:, first:], v[:, first:], 0.25))
+
+
 @pytest.mark.parametrize("size", [8, 16])
 @pytest.mark.parametrize("group", [3, 1, 7])
 def test_steps_equal_attention_over_the_chosen_tokens(size, group):
