@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from torch import distributed
 from store_helpers import make_store
+from torch import distributed
 
 from kvbench.cache.ranks import ALONE, ProcessRanks, Ranks
 from kvbench.cache.store import CompressedStore
