@@ -96,6 +96,7 @@ class ByLayer(Policy):
         Raises:
             ValueError: They are more than four.
         """
+        self.protect_layers = tuple(self.protect_layers)  # a stored run has a list: the same method
         if self.tiers_by_layer is None and not self.protect_layers:
             return
         rows, named = ([], {}) if self.tiers_by_layer is None else read_table(self.tiers_by_layer)
