@@ -121,7 +121,7 @@ def test_a_chunk_that_is_the_whole_prompt_is_measured_as_one(queries, reduce, sk
     q, k, v = prompt(3)
     spec = ScoreSpec(prefill_queries=queries, query_reduce=reduce, skip_near=skip_near, power=power)
     shape = store_of(SnapKV(budget=20, window=8)).shape
-    measurer = Measurer(spec, shape, get_backend("torch", torch.device("cpu")))
+    measurer = Measurer(spec, shape, get_backend("torch", torch.device("cpu")), first_layer=0)
     whole = PromptTensors(measurer, 0, q=q, k=k, v=v, scale=SCALE)
     pos = torch.arange(LENGTH).expand(HEADS, -1)
     chunk = ChunkTensors(measurer, 0, q=q, before=None, k=k, v=v, pos=pos, tokens_seen=LENGTH, scale=SCALE)

@@ -39,12 +39,12 @@ def test_heads_of_a_layer_differ():
     policy = Uniform(tier="k1v1", tiers_by_layer="fp16/int8 int8/fp16 k4v2 k2v2")
     assert names(policy) == [["k16v16", "k8v8"], ["k8v8", "k16v16"], ["k4v2"] * 2, ["k2v2"] * 2]
 
+
 @pytest.mark.parametrize("layers", [(), (0, -1)])
 def test_layers_of_a_stored_run_are_those_of_a_new_one(layers):
     """JSON has lists, and `advise` puts rows of equal methods together."""
     one, other = Uniform(tier="int4", protect_layers=layers), Uniform(tier="int4", protect_layers=list(layers))
     assert one == other and repr(one) == repr(other)
-
 
 
 def test_layers_of_a_method_with_keys_per_channel_keep_its_groups():
