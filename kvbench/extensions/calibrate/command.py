@@ -23,6 +23,7 @@ import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
 from kvbench.config import durable, files
+from kvbench.config.calibrated import AUTO, KEY
 from kvbench.config.settings import as_dict
 from kvbench.engine.prompt_cache import PromptCache
 from kvbench.engine.supported import model_shape
@@ -39,7 +40,6 @@ from kvbench.results import identity
 from kvbench.results.journal import run_lock
 from kvbench.results.writing import remove_litter
 from kvbench.rules.sizes import read_bytes
-from kvbench.runs.calibration import KEY
 from kvbench.runs.config import RunConfig
 from kvbench.runs.experiment import load_task
 from kvbench.runs.parts import Loaders
@@ -119,8 +119,10 @@ def _parted(cfg: DictConfig) -> tuple[DictConfig, DictConfig, str, str, str]:
 
 
 def read_experiment(settings: dict, command: str) -> DictConfig:
-    """Experiment settings of a command that selects its samples itself."""
+    """Experiment settings of a command that selects its samples itself, without a shipped calibration."""
     experiment = OmegaConf.create(settings)
+    if experiment.method.get(KEY) == AUTO:
+        experiment.method[KEY] = None
     RunConfig.read(experiment)
     limit = Limit.read(experiment.limit)
     for name in ("limit", "shard"):

@@ -164,6 +164,18 @@ def test_picture_is_reproducible(tmp_path):
         assert first == second and len(first) > 5000
 
 
+@pytest.mark.parametrize("words", [["method=diffkv"], ["method=diffkv", "model=gemma-3-270m"], ["method=snapkv"]])
+def test_a_shipped_file_is_no_reason_to_refuse_another_calibration(words):
+    """`calibration: auto`, which every method has, is dropped; a file that is named is refused."""
+    from kvbench.cli import commands
+    from kvbench.extensions.calibrate.command import _parted
+
+    experiment, *_ = _parted(commands.compose_command("calibrate", words))
+    assert experiment.method.calibration is None
+    with refused("settings-conflict", "method.calibration"):
+        _parted(commands.compose_command("calibrate", [*words, "method.calibration=diffkv_smollm2-135m"]))
+
+
 def test_settings_of_the_command_compose():
     """Task, model, method and the command's own settings come together, and the choice of groups is known."""
     from kvbench.cli import commands
