@@ -170,10 +170,14 @@ def test_a_shipped_file_is_no_reason_to_refuse_another_calibration(words):
     from kvbench.cli import commands
     from kvbench.extensions.calibrate.command import _parted
 
-    experiment, *_ = _parted(commands.compose_command("calibrate", words))
+    def parted(*more: str):
+        composed = commands.compose_command("calibrate", [*words, *more])
+        return _parted(OmegaConf.masked_copy(composed, [key for key in composed if key != "_target_"]))
+
+    experiment, *_ = parted()
     assert experiment.method.calibration is None
     with refused("settings-conflict", "method.calibration"):
-        _parted(commands.compose_command("calibrate", [*words, "method.calibration=diffkv_smollm2-135m"]))
+        parted("method.calibration=diffkv_smollm2-135m")
 
 
 def test_settings_of_the_command_compose():
