@@ -37,6 +37,7 @@ def make_store(
     softmax=PLAIN,
     device_spans=(),
     ranks=ALONE,
+    state_bytes=0,
     device="cpu",
     backend="torch",
     **options,
@@ -58,6 +59,7 @@ def make_store(
         softmax=softmax,
         device_spans=device_spans,
         ranks=ranks,
+        state_bytes=state_bytes,
     )
     return CompressedStore(
         policy,

@@ -55,6 +55,24 @@ POLICIES = {
 }
 
 
+def test_states_of_recurrent_layers_are_paid_from_the_budget():
+    """Behind them it buys what a budget without them bought."""
+    states = 4096
+    plain, recurrent = (
+        make_store(
+            SnapKV(budget=f"{budget}B", window=4),
+            num_layers=LAYERS,
+            num_q_heads=HEADS,
+            num_kv_heads=HEADS,
+            head_dim=16,
+            max_tokens=PROMPT,
+            state_bytes=held,
+        ).budget.solve(PROMPT, 20)
+        for budget, held in ((20000, 0), (20000 + states, states))
+    )
+    assert plain == recurrent
+
+
 @pytest.mark.every(2)
 @pytest.mark.parametrize("name", POLICIES)
 def test_bytes_stay_within_the_budget_and_use_it(name):

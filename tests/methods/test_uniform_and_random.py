@@ -121,7 +121,7 @@ def test_random_keeps_sinks_window_and_budget():
     """The control holds exactly its budget, with the sinks and the window, a different choice per layer and head."""
 
     def plan(seed: int) -> torch.Tensor:
-        policy = RandomControl(budget=60, sinks=4, window=10, seed=seed)
+        policy = RandomControl(budget=60, window=10, seed=seed)
         return policy.plan_prefill(prefill_view(None, 200, num_heads=3)).tier_of
 
     kept = [(row >= 0).nonzero()[:, 0].tolist() for row in plan(0)[0]]
