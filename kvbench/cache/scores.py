@@ -343,7 +343,7 @@ def _checked(
         first = tuple((~torch.isfinite(score)).nonzero()[0].tolist())
         raise BrokenRule(
             f"{name} gave {score[first].item()} at {list(first)} of a score of shape {shape}, for tensors that are "
-            "finite; every score must be a finite number: look for 0/0, logarithms of 0, and infinities that mark a token"
+            "finite; every score must be a finite number: look for 0/0, log(0), and infinities that mark a token"
         )
     return score.float()
 

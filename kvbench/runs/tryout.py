@@ -50,8 +50,12 @@ def _broken(policy: "Policy", engine: "Engine", request: Request) -> str:
     outcomes: list[Outcome] = []
     again = replace(request, sample_id=f"{request.sample_id} again")  # shows what is kept of earlier prompts
     engine.run([request, again], on_outcome=outcomes.append)
-    said = [complaint(policy, asdict(one)) if one.status == "ok" else f"{one.status}: {one.message}" for one in outcomes]
-    return next(filter(None, said), "")
+    for one in outcomes:
+        if one.status != "ok":
+            return f"{one.status}: {one.message}"
+        if said := complaint(policy, asdict(one)):
+            return said
+    return ""
 
 
 def _short(request: Request, *, whole: bool = False) -> Request:
