@@ -120,12 +120,12 @@ class Loaders:
         Raises:
             ValueError: Names the setting, its value and the rule.
         """
-        from kvbench.models.names import check_names
+        from kvbench.models.names import check_values
         from kvbench.runs.config import RunConfig
         from kvbench.tasks import check_settings
 
         config = RunConfig.read(cfg)
-        check_names(config.model)
+        check_values(config.model)
         check_settings(config.task, config.protocol)
 
     def check_task(self, config: Any) -> None:
