@@ -222,8 +222,8 @@ def _rank(row: ComparedRun) -> tuple[int, float]:
 
 def texts(tables: Sequence[tuple[Group, list[ComparedRun], list[str]]], cfg: DictConfig) -> Iterator[Part]:
     """One table for each group, notes on it, and `cfg.regressions` answers that changed."""
-    for group, rows_found, said in tables:
-        rows = sorted(rows_found, key=_rank)
+    for group, compared, said in tables:
+        rows = sorted(compared, key=_rank)
         yield Text()
         if rows:
             references = " and ".join(dict.fromkeys(row.pairs.theirs.label for row in rows))

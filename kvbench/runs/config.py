@@ -112,7 +112,7 @@ class RunConfig:
         if self.prefill.chunk is not None:
             from kvbench.policy import check_chunk_devices
 
-            # What is no device or no number of processes is refused by its loader.
+            # Its loader refuses other values.
             devices, processes = self.model.get("device"), self.model.get("tensor_parallel")
             places = len(devices) if isinstance(devices, list) else 1
             check_chunk_devices(self.prefill.chunk, places, processes if isinstance(processes, int) else 1)

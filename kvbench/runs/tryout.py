@@ -46,7 +46,7 @@ def try_out(experiment: Any, make_engine: "Callable[..., Engine]", say: Callable
 
 
 def _broken(policy: "Policy", engine: "Engine", request: Request) -> str:
-    """What is wrong with a method's answers to a request; empty for nothing."""
+    """Fault of a method's answers to a request; empty where there is none."""
     outcomes: list[Outcome] = []
     again = replace(request, sample_id=f"{request.sample_id} again")  # shows what is kept of earlier prompts
     engine.run([request, again], on_outcome=outcomes.append)

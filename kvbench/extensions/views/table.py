@@ -45,7 +45,7 @@ def sheet(table: PaperTable, cfg: DictConfig, number: int = 1) -> Sheet:
     """
     averages = [row.cells.get(AVERAGE) for row in table.rows]
     last = [INTERVAL] if not cfg.intervals and any(cell and cell.interval for cell in averages) else []
-    told = _told_apart(table)
+    judged = _judged(table)
     cells_by_row = [[(words, False) for words in ("run", BYTES[table.held], *table.columns.values(), *last)]]
     for row in table.rows:
         held = MISSING if (size := row.held(table.held)) is None else f"{size * table.held.scale:.1f}"
@@ -53,7 +53,7 @@ def sheet(table: PaperTable, cfg: DictConfig, number: int = 1) -> Sheet:
         for key, cell in ((key, row.cells.get(key)) for key in table.columns):
             words = _number(cell.value, table, cfg) if cell else MISSING
             words += f" {_interval(cell, table, cfg)}" if cell and cell.interval and cfg.intervals else ""
-            cells.append((words, cell is not None and cell.is_best and key in told))
+            cells.append((words, cell is not None and cell.is_best and key in judged))
         if last:
             cells.append((_interval(row.cells.get(AVERAGE), table, cfg), False))
         cells_by_row.append(cells)
@@ -73,7 +73,7 @@ def sheet(table: PaperTable, cfg: DictConfig, number: int = 1) -> Sheet:
     )
 
 
-def _told_apart(table: PaperTable) -> set[str]:
+def _judged(table: PaperTable) -> set[str]:
     """Columns in which a run can be told from the best; all of one that has none would be bold."""
     others = [row.cells for row in table.rows if row.method != FULL]
     return {key for key in table.columns if any(key in cells and not cells[key].is_best for cells in others)}
