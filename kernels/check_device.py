@@ -17,7 +17,8 @@ import torch
 
 from kvbench.kernels.device_checks import CHECKS
 from kvbench.kernels.device_inputs import ALL, QUICK, QUICK_CUDA, SHORT, Finding, Plan
-from kvbench.kernels.dispatch import DECODES, HOST, TRITON, gpu_backend
+from kvbench.kernels.dispatch import HOST, gpu_backend
+from kvbench.kernels.names import DECODES, TRITON
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -11,12 +11,11 @@ import torch
 from kvbench.kernels.backend import REFERENCE, Backend
 from kvbench.kernels.cpu.backend import Cpu, warn_absent
 from kvbench.kernels.cpu.build import BuildError
+from kvbench.kernels.names import TRITON
 
 if TYPE_CHECKING:
     from kvbench.kernels.gpu.backend import Decode, Gpu
 
-TRITON = "triton"
-DECODES = (TRITON, "cuda", "torch")  # what can make the attention of decode steps on a GPU
 HOST = "host"  # the kernels in CUDA C++ built for a CPU, for checks
 
 
@@ -25,7 +24,7 @@ def gpu_backend(device: torch.device | str, decode: str = TRITON) -> "Gpu":
 
     Args:
         device: Device of the cache.
-        decode: One of `DECODES`, or `HOST`.
+        decode: One of `names.DECODES`, or `HOST`.
 
     Raises:
         ValueError: The package triton is not installed (a BuildError), or its kernels cannot run there; with a remedy.
@@ -75,7 +74,7 @@ def get_backend(name: str = "auto", device: torch.device | str = "cpu", decode: 
         name: A key of `BACKENDS`, or `auto`, the fastest one present: `triton` on a GPU with that package, `cpu` on a
             CPU with a compiler, else `torch`, with a warning that says why.
         device: Device of the cache.
-        decode: Kernels for the attention of decode steps on a GPU: one of `DECODES`, or `HOST`.
+        decode: Kernels for the attention of decode steps on a GPU: one of `names.DECODES`, or `HOST`.
 
     Raises:
         ValueError: No such backend, it has no such choice, or it cannot run here; with the reason and a remedy.

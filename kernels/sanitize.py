@@ -12,7 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvbench.kernels.dispatch import DECODES, HOST
+from kvbench.kernels.dispatch import HOST
+from kvbench.kernels.names import DECODES
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
 FOLDERS = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer", "/opt/cuda/bin")

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import torch
 from transformers import DynamicCache
 
-from kvbench.cache.layout import StoreOptions
+from kvbench.cache.options import StoreOptions
 from kvbench.engine.engine import Engine
 from kvbench.engine.requests import Request
 from kvbench.methods.diffkv import DiffKV

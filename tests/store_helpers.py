@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from kvbench.cache.layout import ModelShape, StoreOptions
+from kvbench.cache.layout import ModelShape
+from kvbench.cache.options import StoreOptions
 from kvbench.cache.ranks import ALONE
 from kvbench.cache.store import CompressedStore
 from kvbench.kernels.dispatch import get_backend

@@ -13,7 +13,7 @@ import pytest
 from places import ROOT, need_extension
 from stored import flips, store, yes_no
 
-from kvbench.cache.rotation import KINDS
+from kvbench.cache.options import ROTATIONS
 from kvbench.cli.commands import compose_command
 from kvbench.config.compose import compose
 from kvbench.config.settings import as_dict
@@ -67,7 +67,7 @@ def test_every_format_can_be_run_and_none_comes_twice():
     assert len({repr(run) for run in found}) == len(found) >= 25
     settings = {method: as_dict(compose([f"method={method}"]).method) for method in {method for method, *_ in found}}
     for method, own, more in found:
-        assert set(own) <= set(settings[method]) and set(more.values()) <= set(KINDS)
+        assert set(own) <= set(settings[method]) and set(more.values()) <= set(ROTATIONS)
         make_policy(settings[method] | own)
 
 

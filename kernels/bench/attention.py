@@ -19,7 +19,8 @@ from kvbench.kernels import memory
 from kvbench.kernels.bench import caches, machine, peers
 from kvbench.kernels.bench.bench import DTYPES, Bench, Common, Skipped, main, parse_shape, setting
 from kvbench.kernels.bench.rounds import Variant, cuda_graph, failed_variant
-from kvbench.kernels.dispatch import DECODES, HOST, TRITON, gpu_backend
+from kvbench.kernels.dispatch import HOST, gpu_backend
+from kvbench.kernels.names import DECODES, TRITON
 from kvbench.kernels.operands import Reduce
 
 if TYPE_CHECKING:

@@ -19,7 +19,8 @@ from kvbench.kernels.bench import caches
 from kvbench.kernels.bench.attention import BF16_TOLERANCE, TOLERANCE
 from kvbench.kernels.bench.bench import DTYPES, Bench, Common, main, parse_shape, read_words, setting
 from kvbench.kernels.bench.rounds import Variant, cuda_graph, failed_variant, refuse_wrong
-from kvbench.kernels.dispatch import HOST, TRITON
+from kvbench.kernels.dispatch import HOST
+from kvbench.kernels.names import TRITON
 
 DEFAULT = "as it is"  # the variant that the others are compared with
 DECODES = (TRITON, "cuda", HOST)

@@ -1,18 +1,17 @@
 """Vectors that keys are stored less, so that a quantiser spends no codes on what all keys of a head have in common."""
 
 from collections.abc import Sequence
-from typing import Literal, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from kvbench.cache.layout import ModelShape
+from kvbench.cache.options import OFFSETS
 from kvbench.errors import NotForModel, SettingsConflict, SettingValue
 from kvbench.policy import Policy
 
 Table = Sequence[Sequence[float]]  # per layer, the channels of all KV heads
-Kind = Literal["none", "prompt", "bias"]
-KINDS: tuple[Kind, ...] = ("none", "prompt", "bias")
 
 
 class KeyOffsets:
@@ -158,9 +157,9 @@ def check_key_offset(offset: str | Table, policy: Policy, chunk: int | None = No
         return
     name = type(policy).__name__
     setting = f"store.key_offset={offset if isinstance(offset, str) else 'a table'}"
-    if isinstance(offset, str) and offset not in KINDS:
+    if isinstance(offset, str) and offset not in OFFSETS:
         raise SettingValue(
-            f"{setting} is a path, and a store takes numbers; give a table of numbers, or one of {KINDS}",
+            f"{setting} is a path, and a store takes numbers; give a table of numbers, or one of {OFFSETS}",
             setting="store.key_offset",
         )
     if offset == "bias":

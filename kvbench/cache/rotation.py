@@ -3,17 +3,15 @@
 import math
 import random
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from kvbench.cache.options import RotationKind
 from kvbench.errors import SettingsConflict
 from kvbench.kernels.backend import REFERENCE, Backend
 from kvbench.policy import Policy
 
-Kind = Literal["none", "hadamard", "off"]
-KINDS: tuple[Kind, ...] = ("none", "hadamard", "off")
 GGML_BLOCK = 64  # the least number of channels that llama.cpp turns together
 
 
@@ -76,7 +74,9 @@ class Rotations:
     values: Rotation
 
 
-def rotations_of(kind: Kind, policy: Policy, head_dim: int, device: torch.device, backend: Backend) -> Rotations:
+def rotations_of(
+    kind: RotationKind, policy: Policy, head_dim: int, device: torch.device, backend: Backend
+) -> Rotations:
     """Rotations of a store's option and of its tiers' formats; raises the errors of `check_rotation`."""
     kinds = check_rotation(kind, policy)
     if "llama.cpp" not in kinds:
@@ -89,7 +89,7 @@ def rotations_of(kind: Kind, policy: Policy, head_dim: int, device: torch.device
     return Rotations(*sides)
 
 
-def check_rotation(kind: Kind, policy: Policy) -> set[str]:
+def check_rotation(kind: RotationKind, policy: Policy) -> set[str]:
     """Rotated sides: none, `keys`, `both`, or those of `llama.cpp`.
 
     Refuses a rotation where stored keys get their position on reading, in the model's channel basis, and formats with

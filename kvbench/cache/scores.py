@@ -340,7 +340,11 @@ def _checked(
         raise BrokenRule(f"{name} gave {got}, but it must give a floating-point tensor of shape {shape}")
     # On another device the host would wait for the answer; and what a model spoils shows in its logits.
     if score.device.type == "cpu" and not _finite(score) and all(_finite(x) for x in (k, *others) if x is not None):
-        raise BrokenRule(f"{name} gave a number that is not finite for tensors that are; guard its quotients")
+        first = tuple((~torch.isfinite(score)).nonzero()[0].tolist())
+        raise BrokenRule(
+            f"{name} gave {score[first].item()} at {list(first)} of a score of shape {shape}, for tensors that are "
+            "finite; every score must be a finite number: look for 0/0, log(0), and infinities that mark a token"
+        )
     return score.float()
 
 

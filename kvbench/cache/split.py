@@ -22,8 +22,9 @@ from kvbench.cache.checks import CheckedPlans
 from kvbench.cache.codebooks import Codebooks, KeyBiases, Scales
 from kvbench.cache.counters import Counters
 from kvbench.cache.holding import EvictionDue
-from kvbench.cache.layout import ModelShape, StoreOptions, compile_formats
+from kvbench.cache.layout import ModelShape, compile_formats
 from kvbench.cache.offsets import check_key_offset, key_offsets
+from kvbench.cache.options import StoreOptions
 from kvbench.cache.paged import Paged, Parts
 from kvbench.cache.pages import Pages, TierMap
 from kvbench.cache.ranks import Ranks

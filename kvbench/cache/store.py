@@ -18,8 +18,9 @@ from torch import Tensor
 from kvbench.cache.async_counts import AsyncCounts, ReplayLog, Rows
 from kvbench.cache.chunks import Chunks, append_segment
 from kvbench.cache.counters import CountsBeforeStep
-from kvbench.cache.layout import ModelShape, StoreOptions, most_slots
+from kvbench.cache.layout import ModelShape, most_slots
 from kvbench.cache.ledger import Ledger
+from kvbench.cache.options import StoreOptions
 from kvbench.cache.prompts import Prompts, ScoredLayer
 from kvbench.cache.replay_check import ReplayCheck
 from kvbench.cache.split import make_holding

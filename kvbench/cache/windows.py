@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvbench.cache.layout import StoreOptions
+from kvbench.cache.options import StoreOptions
 from kvbench.cache.paged import SCRATCH_SLOTS
 from kvbench.errors import SettingsConflict, SettingValue
 from kvbench.kernels.operands import Window

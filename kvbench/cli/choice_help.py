@@ -36,9 +36,10 @@ def _one(word: str, width: int, whole: bool) -> str:
         if word == "glossary":
             return glossary.glossary(width)
         if word == "columns":
+            from kvbench.evidence import legends
             from kvbench.show.columns import explained
 
-            return explained(width)
+            return f"{explained(width)}\n{legends.explained(width)}"
         if word in texts.commands() or word in texts.moved():
             return texts.command_help(word, width)
         if {word, word.removesuffix("s")} & files.all_groups().keys():

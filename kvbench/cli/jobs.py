@@ -135,8 +135,9 @@ class Jobs:
                 records = [record for record in (there.reference, there.record) if record is not None]
                 _show_one(records, there.folder, str(cfg.results_dir))
                 return 0
-            if isinstance(cfg.get("method"), Mapping):  # refused before the seconds of importing transformers
-                with no_sys_exit():
+            with no_sys_exit():
+                self.loaders.check_values(cfg)
+                if isinstance(cfg.get("method"), Mapping):  # refused before the seconds of importing transformers
                     self.loaders.make_policy(cfg.method)
             from kvbench.runs.cross_run_batch import RunRequest, run_one
 
@@ -328,6 +329,7 @@ def check_files(jobs: Sequence[Sequence[str]]) -> Path | None:
         model_words = (word for word in job if word.lstrip("+").startswith(("model", "experiment")))
         models.setdefault(frozenset(model_words), job)
     for job in tasks.values():
+        loaders.check_values(composed(*job))
         loaders.check_task(composed(*job))
     for job in models.values():
         loaders.check_model(composed(*job).model)

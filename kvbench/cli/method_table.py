@@ -6,7 +6,8 @@ from dataclasses import Field, fields, replace
 
 import torch
 
-from kvbench.cache.layout import ModelShape, StoreOptions, compile_formats
+from kvbench.cache.layout import ModelShape, compile_formats
+from kvbench.cache.options import StoreOptions
 from kvbench.config import files as listing
 from kvbench.config.files import BY_LAYER, SHARED
 from kvbench.config.methods import method_settings

@@ -20,7 +20,7 @@ def is_method_file(name: object) -> bool:
 def target_of(path: Path) -> str:
     """The class of the method in a file, as `_target_` names it.
 
-    It is the dataclass that no other class of the file derives from.
+    It is the dataclass that no other class of the file derives from, and that is not frozen, as statistics are.
 
     Raises:
         ValueError: The file cannot be read, or has none or several such classes.
@@ -74,5 +74,7 @@ def _class_of(path: Path) -> ast.ClassDef:
 
 
 def _is_dataclass(decorator: ast.expr) -> bool:
-    function = decorator.func if isinstance(decorator, ast.Call) else decorator
-    return ast.unparse(function).rpartition(".")[2] == "dataclass"
+    """True for the decorator of a dataclass whose objects can change."""
+    function, options = (decorator.func, decorator.keywords) if isinstance(decorator, ast.Call) else (decorator, [])
+    frozen = any(item.arg == "frozen" and ast.unparse(item.value) == "True" for item in options)
+    return ast.unparse(function).rpartition(".")[2] == "dataclass" and not frozen

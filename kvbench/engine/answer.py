@@ -1,10 +1,12 @@
 """An answer in the making: its tokens, its thoughts, and the rules that end it."""
 
 from dataclasses import dataclass, field
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from kvbench.engine.requests import Request
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 THINK, END_OF_THOUGHT = "<think>", "</think>"
 _MARK_TOKENS = 12  # more than a tokenizer takes for one of the two marks, and for white space around it
@@ -19,7 +21,7 @@ class Answer:
     """
 
     request: Request
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: "PreTrainedTokenizerBase"
     end_ids: tuple[int, ...]
     room: int = 1 << 62
     token_ids: list[int] = field(default_factory=list)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import Any, Literal
 
-from kvbench.cache.layout import StoreOptions
+from kvbench.cache.options import StoreOptions
 from kvbench.cache.store import CompressedStore
 from kvbench.engine.admission import Admission
 from kvbench.engine.batch import Batch
@@ -23,9 +23,9 @@ from kvbench.engine.tensor_parallel import make_runner
 from kvbench.errors import SettingsConflict, SettingValue, no_sys_exit
 from kvbench.kernels import memory
 from kvbench.kernels.bench import machine
-from kvbench.kernels.dispatch import TRITON
 from kvbench.kernels.graphs import Capture
 from kvbench.kernels.memory import first_line, is_out_of_memory
+from kvbench.kernels.names import TRITON
 from kvbench.models.load import LoadedModel
 from kvbench.policy import Policy
 

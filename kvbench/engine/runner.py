@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvbench.cache.async_counts import to_device
-from kvbench.cache.layout import StoreOptions
+from kvbench.cache.options import StoreOptions
 from kvbench.cache.store import CompressedStore
 from kvbench.engine import hf
 from kvbench.engine.long_logits import PIECE, Logits, read_long
@@ -23,7 +23,7 @@ from kvbench.engine.supported import backend_of, check_fit, layer_kinds
 from kvbench.errors import Unsupported
 from kvbench.kernels import memory
 from kvbench.kernels.backend import Backend
-from kvbench.kernels.dispatch import TRITON
+from kvbench.kernels.names import TRITON
 from kvbench.models.load import LoadedModel
 from kvbench.models.rotary import Lengths, forget_lengths
 from kvbench.policy import Policy

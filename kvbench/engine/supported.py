@@ -12,14 +12,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.cache.layout import DeviceSpan, ModelShape, StoreOptions
+from kvbench.cache.layout import DeviceSpan, ModelShape
 from kvbench.cache.offsets import check_key_offset
+from kvbench.cache.options import StoreOptions
 from kvbench.cache.store import CompressedStore
 from kvbench.engine import latent, placement
 from kvbench.engine.calls import OutputProjections, attention_modules
 from kvbench.errors import SettingsConflict, Unsupported, UnsupportedModel
 from kvbench.kernels.backend import Backend
-from kvbench.kernels.dispatch import TRITON, get_backend
+from kvbench.kernels.dispatch import get_backend
+from kvbench.kernels.names import TRITON
 from kvbench.kernels.operands import Softmax, Window
 from kvbench.models import rotary
 from kvbench.models.load import LoadedModel

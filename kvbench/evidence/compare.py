@@ -13,7 +13,8 @@ from kvbench.config.files import FULL
 from kvbench.errors import SettingsConflict, SettingValue
 from kvbench.evidence import answer_traits
 from kvbench.evidence.budget_curves import OutOfRange, at_bytes, series_of
-from kvbench.evidence.compared import EQUAL_LEVEL, ComparedRun, count, difference, worst
+from kvbench.evidence.compared import ComparedRun, count, difference, worst
+from kvbench.evidence.legends import compared_line
 from kvbench.evidence.load import Group, StoredRun, fits_settings, sentences
 from kvbench.evidence.samples import Change, Curve, NoCommonSample, changes, curve_of, measure, noise, pair
 from kvbench.evidence.settings import Bytes, bytes_wanted
@@ -21,16 +22,11 @@ from kvbench.evidence.view import Grid, Part, View, ViewResult, frame_of, line, 
 from kvbench.results.measures import Measure
 from kvbench.results.refusals import NoResults
 from kvbench.show.csv_file import Cell, csv_row
-from kvbench.show.terminal import NO_INTERVAL, number, p_text
+from kvbench.show.terminal import number, p_text
 from kvbench.show.text import safe
-from kvbench.stats.paired import ALPHA, holm
+from kvbench.stats.paired import holm
 from kvbench.stats.studentised import resamples_for
 
-ESTIMATORS = (
-    "Newcombe's for yes or no, Clopper and Pearson's where fewer than 6 scores differ, else the studentised "
-    "bootstrap's; of shares Fieller's, or Donner and Zou's for yes or no; it reaches zero where the test does not "
-    "exclude zero"
-)
 TEXT_LENGTH = 160  # characters of an answer on the terminal
 
 
@@ -209,14 +205,25 @@ def change_lines(change: Change, scale: float, names: tuple[str, str]) -> list[s
     head += f"{number(change.theirs, scale)} -> {number(change.mine, scale)}"
     lines = [head + (f", expected: {safe(change.expected, TEXT_LENGTH)}" if change.expected else "")]
     width = max(map(len, names)) + 1
+    if not (change.other_text or change.text):  # runs may be kept without their texts
+        return lines
     for name, text in zip(names, (change.other_text, change.text), strict=True):
         lines.append(f"    {name + ':':<{width}} {safe(text, TEXT_LENGTH)}")
     return lines
 
 
+def _rank(row: ComparedRun) -> tuple[int, float]:
+    """Place of a row: by verdict, the best first, then by effect; what has no verdict stands last."""
+    worse, better = row.what.verdicts
+    verdicts = [better, "equal", "cannot tell", worse]
+    place = verdicts.index(row.verdict) if row.verdict in verdicts else len(verdicts)
+    return place, -row.value if row.what.higher_is_better else row.value
+
+
 def texts(tables: Sequence[tuple[Group, list[ComparedRun], list[str]]], cfg: DictConfig) -> Iterator[Part]:
     """One table for each group, notes on it, and `cfg.regressions` answers that changed."""
-    for group, rows, said in tables:
+    for group, compared, said in tables:
+        rows = sorted(compared, key=_rank)
         yield Text()
         if rows:
             references = " and ".join(dict.fromkeys(row.pairs.theirs.label for row in rows))
@@ -233,27 +240,7 @@ def texts(tables: Sequence[tuple[Group, list[ComparedRun], list[str]]], cfg: Dic
             for change in shown:
                 yield from map(line, change_lines(change, row.what.scale, (row.pairs.theirs.label, row.label)))
     yield Text()
-    for words in legend(sum(len(rows) for _, rows, _ in tables)):
-        yield Text(words, style="dim")
-
-
-def legend(num_family: int) -> list[str]:
-    """Sentences on how the columns are computed; Holm's correction is over `num_family` rows."""
-    return [
-        f"[a, b]: 95 % interval of the paired difference, {ESTIMATORS}. {NO_INTERVAL}: too few samples for one.",
-        "p: sign-flip test with the weights of the mean; for yes-or-no scores that weigh alike it is McNemar's exact "
-        "test; for other values the larger p of it and of the studentised bootstrap. `p >margin`, for nearness to the "
-        "full cache: of a difference no larger than the margin.",
-        f"p Holm: corrected over the {num_family} rows of this command (a narrower filter makes a smaller family). "
-        f"worse, better: p Holm < {ALPHA:.2g}, and no missing answer could change the sign.",
-        "p equal: one-sided, for a difference inside the margin above it, corrected likewise, the missing answers as "
-        f"bad as they can be. equal: below {EQUAL_LEVEL:.3g}. worst case: the difference if every missing answer were "
-        "wrong and every one that the other run lacks right. Below 90 % of the answers there is no verdict.",
-        "would show: the smallest true difference that p Holm shows with 80 % probability, at the upper end of the "
-        "share of answers that change at all. `cannot tell` is not `equal`.",
-        "answer longer by: tokens, paired, with a 95 % interval. loops: answers that end in the same tokens three "
-        "times in a row or more, 16 tokens at least. metric=tokens and metric=loops test them.",
-    ]
+    yield Text(compared_line(sum(len(rows) for _, rows, _ in tables)), style="dim")
 
 
 def record_of(group: Group, row: ComparedRun) -> dict[str, Cell]:

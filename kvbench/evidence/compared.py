@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from kvbench.evidence.legends import EQUAL_LEVEL
 from kvbench.evidence.load import StoredRun
 from kvbench.evidence.samples import Change, Pairs
 from kvbench.results.measures import Measure
@@ -9,7 +10,6 @@ from kvbench.show.terminal import number, span
 from kvbench.stats.paired import ALPHA
 from kvbench.stats.shares import Difference
 
-EQUAL_LEVEL = ALPHA / 2  # one-sided: `equal` needs the whole 95 % interval inside the margin
 TOO_FEW, NO_VERDICT = "too few answers", "no verdict"
 
 

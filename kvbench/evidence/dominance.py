@@ -8,20 +8,14 @@ import numpy as np
 
 from kvbench.evidence.budget_curves import TIE
 from kvbench.evidence.frontier import Cost, Panel
+from kvbench.evidence.legends import BEST, DOMINATED, NEAR, OPEN
 from kvbench.stats import studentised
 from kvbench.stats.paired import ALPHA, holm
 from kvbench.stats.sign_test import sign_flips
 from kvbench.stats.strata import Strata, has_spread, standard_error
 from kvbench.stats.studentised import LEVEL
 
-BEST, NEAR, OPEN, DOMINATED = "best estimate", "within margin", "open", "dominated"
 TOO_FEW, UNFIT = "n too small", "no standing"
-MEANING = {
-    BEST: "the estimate is better than every cheaper run's by more than the margin; no test",
-    NEAR: "no cheaper run has a better estimate, but one is as good within the margin; no test",
-    OPEN: "a cheaper run has a better estimate, which can be chance",
-    DOMINATED: f"a cheaper run is better (p < {ALPHA:.2g}, Holm over all pairs of the table)",
-}
 
 
 def best_so_far(costs: Sequence[float], qualities: Sequence[float], higher_is_better: bool) -> list[int]:

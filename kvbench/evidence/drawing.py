@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvbench.config.files import FULL
-from kvbench.evidence.dominance import BEST, DOMINATED, best_so_far, standing
+from kvbench.evidence.dominance import best_so_far, standing
 from kvbench.evidence.frontier import Interval, Panel, Point
+from kvbench.evidence.legends import BEST, DOMINATED
 from kvbench.results.measures import RESIDENT
 from kvbench.show.picture import METHOD_MARKERS, SKY, STYLES, method_style, name_points
 

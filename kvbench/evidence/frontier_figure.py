@@ -5,7 +5,7 @@ import textwrap
 from typing import TYPE_CHECKING, Any
 
 from kvbench.config.files import FULL
-from kvbench.evidence.dominance import BEST, DOMINATED, NEAR, TOO_FEW
+from kvbench.evidence.dominance import TOO_FEW
 from kvbench.evidence.drawing import (
     FP8,
     INK,
@@ -22,6 +22,7 @@ from kvbench.evidence.drawing import (
     short_label,
 )
 from kvbench.evidence.frontier import Panel
+from kvbench.evidence.legends import BEST, DOMINATED, NEAR
 from kvbench.evidence.one_panel import MOST, Look, one_figure
 from kvbench.results.measures import RESIDENT
 from kvbench.show.picture import NAMES_LEFT, drawn, method_style, width_in

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvbench.config.files import FULL
-from kvbench.evidence.dominance import BEST, DOMINATED, NEAR
 from kvbench.evidence.drawing import INK, PALE, Drawing, End, draw_point, frame, lines_of, short_label
+from kvbench.evidence.legends import BEST, DOMINATED, NEAR
 from kvbench.show.picture import BLUE, LINE_HEIGHT, PURPLE, TEAL, VERMILION, method_style, width_in
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from rich.text import Text
 from kvbench.config.extensions import hooks
 from kvbench.errors import SettingValue, unknown_name
 from kvbench.evidence import frontier_figure, multiples
-from kvbench.evidence.compare import ESTIMATORS
-from kvbench.evidence.dominance import MEANING, standing
+from kvbench.evidence.dominance import standing
 from kvbench.evidence.frontier import NO_EVIDENCE, Panel, Point, averages, build
+from kvbench.evidence.legends import MORE
 from kvbench.evidence.load import Group, patterns, sentences
 from kvbench.evidence.one_panel import WHISKERS, Look
 from kvbench.evidence.settings import POSITIVE
@@ -147,8 +147,7 @@ def compute(groups: Sequence[Group], cfg: DictConfig) -> ViewResult:
             parts += [Text(), *texts(panel, axis)]
             draw = partial(frontier_figure.render, panel, axis, layout=cfg.layout, look=look)
             figures.append((panel.title, f"_{axis}" + (f"_{cfg.layout}" if cfg.layout else ""), draw))
-    words = [f"[a, b]: 95 % interval, {ESTIMATORS}", *(f"{name}: {text}" for name, text in MEANING.items())]
-    parts.append(Text("\n" + ". ".join(words) + ".", style="dim"))
+    parts.append(Text(f"\n[a, b]: 95 % interval. {MORE}", style="dim"))
     every = [*panels, *(panel for several in small.values() for panel in several)]
     return ViewResult(parts=parts, frame=frame_of(records(every)), figures=figures)
 

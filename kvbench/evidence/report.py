@@ -15,10 +15,11 @@ from kvbench.config.files import FULL
 from kvbench.errors import Unsupported
 from kvbench.evidence import across, frontier_figure, pareto, view
 from kvbench.evidence.answer_traits import mean_of, traits_table
-from kvbench.evidence.compare import compare_group, correct, legend
+from kvbench.evidence.compare import compare_group, correct
 from kvbench.evidence.compared import ComparedRun, count, difference, worst
-from kvbench.evidence.dominance import BEST, DOMINATED, MEANING, NEAR, standing
+from kvbench.evidence.dominance import standing
 from kvbench.evidence.frontier import Panel, averages, build
+from kvbench.evidence.legends import BEST, DOMINATED, MEANING, NEAR, compared_sentences
 from kvbench.evidence.load import Group, StoredRun, load_groups
 from kvbench.evidence.model_pool import pool_models
 from kvbench.evidence.report_bars import byte_bars, bytes_of, tier_bars
@@ -207,7 +208,7 @@ def methods_table(group: Group, rows: Sequence[ComparedRun], panel: Panel | None
         "headings": headings,
         "rows": shown,
         "legend": [
-            *legend(num_family),
+            *compared_sentences(num_family),
             f"{there}: what the method would hold there, by the same count; "
             "-: its settings are for this model alone. Where data decide what is kept, it keeps this run's shares.",
             "; ".join(f"{name}: {text}" for name, text in MEANING.items()) + " (by resident bytes).",

@@ -27,13 +27,14 @@ from kvbench.models import (
 )
 from kvbench.models.checkpoint import SAFELY, How, check_complete, config_of, outline_of, read_weights, reading
 from kvbench.models.devices import read_devices
+from kvbench.models.names import DTYPES
 from kvbench.models.processes import read_processes, started, tell
 from kvbench.rules.counting import Mark, Outside, Through
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
 _COMMON_KEYS = {"kind", "name", "dtype", "device", "max_tokens", "linear", "quantisation", "tensor_parallel"}
 # How the settings of a model count in a run's identity; one that is not listed counts as it stands.
 _WEIGHTS = ("kind", "path", "revision", "fetch", "preset", "seed", "num_layers", "overrides")

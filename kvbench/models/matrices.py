@@ -24,10 +24,8 @@ from kvbench.errors import SettingsConflict, check_name
 from kvbench.kernels.cpu.abi import chosen_isa, load
 from kvbench.kernels.cpu.build import BuildError
 from kvbench.kernels.cpu.products import DTYPES, RowProducts
+from kvbench.models.names import AUTO, FUSED, LINEAR, PACKED, PLAIN, STREAMED
 
-AUTO = "auto"
-PLAIN, PACKED, STREAMED, FUSED = "plain", "packed", "streamed", "fused"
-LINEAR = (PLAIN, PACKED, STREAMED, FUSED)
 # Rows for which oneDNN chooses the order, which then serves any number of them. The order for 1 row is slower with 4
 # rows in fp32 and with a prompt's in bf16, and no faster with 1; those for 4 to 64 rows are alike.
 ROWS = 16

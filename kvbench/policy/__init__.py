@@ -15,7 +15,7 @@ docs/reference/methods.md shows how the field's methods map onto this.
 """
 
 from kvbench.errors import NotForModel, SettingsConflict, SettingValue
-from kvbench.policy.allocation import Allocation, Shares, read_table, shares_by_score, shares_by_table
+from kvbench.policy.allocation import Allocation, Shares, shares_by_score, shares_by_table
 from kvbench.policy.base import Policy
 from kvbench.policy.bounds import Bounds, Extent, quantised, within
 from kvbench.policy.budget import Budget, BudgetText
@@ -61,3 +61,4 @@ from kvbench.policy.tiers import ALLOWED_BITS, Tier
 from kvbench.policy.views import GONE, DecodeView, PrefillView
 from kvbench.rules import MAX_TOKENS, TABLE_OR_PATH, Choice, Number, Several, Text, Whole
 from kvbench.rules.counting import Unless
+from kvbench.rules.tables import read_table

@@ -156,17 +156,19 @@ class Policy:
     def bounds(self, extent: Extent) -> Bounds | None:
         """Bounds on the tokens that a sequence of these lengths may hold at its end; a run outside them fails.
 
-        Default: of the prompt, on average, a page more than a setting `budget` allows; unbounded without one.
+        Default: of the prompt, on average, a page more than a setting `budget`, or else `limit`, allows; unbounded
+        without one.
         """
         value = getattr(self, "budget", None)
         try:
-            budget = None if value is None else Budget.parse(value)
+            budget = self.limit if value is None else Budget.parse(value)
         except ValueError:  # a setting of that name that says something else
-            budget = None
+            budget = self.limit
         if budget is None:
             return None
-        most = extent.allowed(budget, extent.prompt_tokens) + extent.page_tokens
-        return Bounds(why=f"the budget {budget.text} allows", prompt_mean=(0, most))
+        allowed = extent.allowed(budget, extent.prompt_tokens)
+        why = f"the budget {budget.text} is {allowed} tokens, and with a page to spare allows"
+        return Bounds(why=why, prompt_mean=(0, allowed + extent.page_tokens))
 
     @property
     def prompt_only(self) -> bool:

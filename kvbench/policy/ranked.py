@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvbench.errors import SettingsConflict
-from kvbench.policy.allocation import Allocation, Shares, read_table
+from kvbench.policy.allocation import Allocation, Shares
 from kvbench.policy.bounds import Bounds, Extent, of_answer, within
 from kvbench.policy.budget import Budget, BudgetText
 from kvbench.policy.by_layer import ByLayer
@@ -29,6 +29,7 @@ from kvbench.policy.statistics import Statistic, WithValueNorms
 from kvbench.policy.tiers import Tier
 from kvbench.policy.views import GONE, DecodeView, PrefillView
 from kvbench.rules import MAX_TOKENS, TABLE_OR_PATH, Number, Whole
+from kvbench.rules.tables import read_table
 
 Steps = Annotated[int, Whole(0, MAX_TOKENS, unit="steps")]
 

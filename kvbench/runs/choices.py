@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from kvbench.cache.layout import StoreOptions
+from kvbench.cache.options import StoreOptions
 from kvbench.config.files import options, path_of
 from kvbench.config.one_file import is_method_file, target_of
 from kvbench.errors import PromptLength, SettingValue, check_keys, unknown_name

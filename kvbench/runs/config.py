@@ -5,19 +5,19 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from kvbench.cache.layout import StoreOptions
-from kvbench.cache.offsets import KINDS
+from kvbench.cache.options import OFFSETS, StoreOptions
 from kvbench.config import extensions
 from kvbench.config.files import FULL, FULL_STORE
 from kvbench.config.settings import as_dict, read_data, read_settings
 from kvbench.errors import FileContent, SettingsConflict, unknown_name
-from kvbench.kernels.dispatch import DECODES
+from kvbench.kernels.names import BACKEND_NAMES, DECODES
 from kvbench.results.record import CHUNK_LABEL
 from kvbench.results.shards import Shard
 from kvbench.results.writing import check_writable
 from kvbench.rules import Choice, Form, Whole, check_settings, shown
 from kvbench.rules.counting import Outside, Through
 from kvbench.rules.sizes import read_bytes
+from kvbench.rules.tables import read_table
 
 GOLD, FULL_ANSWER = "gold", "own"  # which answer is forced: the task's, or the one that the full cache gives
 AUTO, NONE = "auto", "none"
@@ -50,7 +50,7 @@ class Prefill:
 class BackendChoice:
     """The kernels that run."""
 
-    name: Annotated[str, Through("backend")] = AUTO
+    name: Annotated[str, Choice((AUTO, *BACKEND_NAMES)), Through("backend")] = AUTO
     decode: Annotated[str, Choice(DECODES), Through("backend_decode")] = DECODES[0]
 
     def __post_init__(self) -> None:
@@ -94,7 +94,6 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
-        from kvbench.policy import check_chunk_devices
         from kvbench.tasks.task import Limit
 
         Limit.read(self.limit)
@@ -110,7 +109,10 @@ class RunConfig:
                 "command once without shard=, or remove the run's folder",
                 setting="shard",
             )
-        if self.prefill.chunk is not None:  # what is no device or no number of processes is refused by its loader
+        if self.prefill.chunk is not None:
+            from kvbench.policy import check_chunk_devices
+
+            # Its loader refuses other values.
             devices, processes = self.model.get("device"), self.model.get("tensor_parallel")
             places = len(devices) if isinstance(devices, list) else 1
             check_chunk_devices(self.prefill.chunk, places, processes if isinstance(processes, int) else 1)
@@ -186,9 +188,7 @@ def store_options(values: Mapping[str, Any]) -> StoreOptions:
     if isinstance(options.get("budget_bytes"), str):
         options["budget_bytes"] = read_bytes("store.budget_bytes", options["budget_bytes"])
     parsed = read_settings(StoreOptions, options, "store.")
-    if parsed.key_offset in KINDS:
+    if parsed.key_offset in OFFSETS:
         return parsed
-    from kvbench.policy import read_table
-
     # The numbers themselves, so that a run's identity does not hang on a path.
     return replace(parsed, key_offset=read_table(parsed.key_offset, "store.key_offset"))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvbench.config import code
 from kvbench.errors import FileContent, no_sys_exit
-from kvbench.kernels.dispatch import TRITON
+from kvbench.kernels.names import TRITON
 from kvbench.results import identity, provenance
 from kvbench.results.record import CHUNK_LABEL
 from kvbench.results.sample import Key, SampleRecord

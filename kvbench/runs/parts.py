@@ -114,6 +114,20 @@ class Loaders:
         """The policy of a method group."""
         return make_policy(group)
 
+    def check_values(self, cfg: Mapping[str, Any]) -> None:
+        """Refuse settings of a run that are wrong whatever its method, before the seconds of importing torch.
+
+        Raises:
+            ValueError: Names the setting, its value and the rule.
+        """
+        from kvbench.models.names import check_values
+        from kvbench.runs.config import RunConfig
+        from kvbench.tasks import check_settings
+
+        config = RunConfig.read(cfg)
+        check_values(config.model)
+        check_settings(config.task, config.protocol)
+
     def check_task(self, config: Any) -> None:
         """Refuse a task that cannot be loaded with any model, before a model is loaded.
 

@@ -5,13 +5,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvbench.errors import what_happened
 from kvbench.results import provenance, summary
 from kvbench.results.faults import REVISION
 from kvbench.results.record import RunRecord, Session, now
 from kvbench.results.writing import JournalError
-from kvbench.runs.experiment import Experiment
+
+if TYPE_CHECKING:
+    from kvbench.runs.experiment import Experiment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +74,7 @@ def recording_end(record: RunRecord, folder: Path) -> Iterator[None]:
         raise
 
 
-def describe(experiment: Experiment, record: RunRecord, origin: Origin) -> None:
+def describe(experiment: "Experiment", record: RunRecord, origin: Origin) -> None:
     """Update a record with the software and machine that run it now."""
     record.experiment = origin.experiment or record.experiment
     record.task, record.model, record.method = experiment.task.name, experiment.model.name, experiment.method

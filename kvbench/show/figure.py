@@ -157,8 +157,9 @@ def draw(records: Sequence[RunRecord], path: Path) -> Path:
     named = _bytes(right, records)
     counts = sorted({metric.num_samples for record in records if (metric := record.metrics.get(record.primary))})
     number = "-".join(map(str, dict.fromkeys([counts[0], counts[-1]]))) if counts else "0"
-    title = f"{safe(last.task)} with {safe(last.model)}, {number} samples; bars: 95 % intervals"
-    figure.suptitle(title, fontsize=10.5)
+    points = [point for record in records if (point := _point(record))]
+    bars = "; bars: 95 % intervals" if any(low < high for _, _, low, high in points) else ""
+    figure.suptitle(f"{safe(last.task)} with {safe(last.model)}, {number} samples{bars}", fontsize=10.5)
     name_points(left, ends, figure.get_figheight() - ABOUT_IN, SIZE)
     lay_out(figure)
     _make_room(right, named)

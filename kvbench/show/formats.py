@@ -17,7 +17,11 @@ class Sheet:
 
     title: str
     caption: str
-    """As the title, with what the numbers are."""
+    """As the title, with what the numbers are; text."""
+    latex_caption: str = ""
+    """LaTeX that stands in its place; empty = the caption."""
+    label: str = ""
+    """Name for references in LaTeX; empty = none."""
     rows: Sequence[Sequence[tuple[str, bool]]]
     """Cells, and whether each is to stand out; headings are the first row and the first column."""
     legend: Callable[[str], Sequence[str]]
@@ -96,8 +100,8 @@ def latex(table: Sheet, width: int) -> str:
     why = "".join(f"{_line(reason)}. " for reason in table.unfit)
     lines = [f"% {line}" for line in [*map(_line, table.unfit), *map(_line, table.legend("bold"))]]
     lines += [r"% needs \usepackage{booktabs,graphicx}", r"\begin{table*}[t]", r"\centering"]
-    caption = f"{why}{_line(table.caption)}"
-    lines.append(f"\\caption{{{_escaped(caption)}}}")
+    lines.append(f"\\caption{{{_escaped(why)}{table.latex_caption or _escaped(_line(table.caption))}}}")
+    lines += [f"\\label{{{table.label}}}"] if table.label else []
     lines += [r"\resizebox{\textwidth}{!}{%", f"\\begin{{tabular}}{{l{'r' * (len(head) - 1)}}}", r"\toprule"]
     if table.spans:
         cells, rules, column = ["", ""], [], 3  # the columns begin after two others

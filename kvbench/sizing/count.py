@@ -15,7 +15,8 @@ from torch import Tensor
 
 from kvbench.cache.async_counts import Rows
 from kvbench.cache.buffered import Buffered
-from kvbench.cache.layout import ModelShape, StoreOptions
+from kvbench.cache.layout import ModelShape
+from kvbench.cache.options import StoreOptions
 from kvbench.cache.prompts import ScoredLayer
 from kvbench.cache.store import CompressedStore
 from kvbench.cache.view import By, SlotsView

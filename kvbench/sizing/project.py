@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from kvbench.cache.layout import ModelShape, StoreOptions
+from kvbench.cache.layout import ModelShape
+from kvbench.cache.options import StoreOptions
 from kvbench.policy import Policy
 from kvbench.sizing.count import count
 from kvbench.sizing.projection import Projection, is_one_number

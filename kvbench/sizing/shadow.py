@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbench.cache.layout import ModelShape, StoreOptions
+from kvbench.cache.layout import ModelShape
+from kvbench.cache.options import StoreOptions
 from kvbench.cache.prompts import ScoredLayer
 from kvbench.cache.store import CompressedStore
 from kvbench.kernels.backend import Backend

@@ -193,7 +193,7 @@ def find_shape(model: object) -> NamedShape:
 
 def _as_run(path: Path, file: Path) -> NamedShape:
     """The shape that a run of the model would have, by the code that a run goes through before there are weights."""
-    from kvbench.cache.layout import StoreOptions
+    from kvbench.cache.options import StoreOptions
     from kvbench.engine.hf import check_pass
     from kvbench.engine.states import States
     from kvbench.engine.supported import check_supported, layer_kinds, model_shape, small_store

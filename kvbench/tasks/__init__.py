@@ -63,6 +63,12 @@ def _task(task_cfg: Mapping[str, Any]) -> Task:
     return read_settings(settings_class(task_cfg), task_cfg, "task.", "task key")
 
 
+def check_settings(task_cfg: Mapping[str, Any], protocol: Mapping[str, Any] | None = None) -> None:
+    """Refuse settings of a task and of a protocol that are unknown or out of range; reads no data."""
+    _task(task_cfg)
+    Protocol.from_mapping(protocol)
+
+
 def _with_data(task_cfg: Mapping[str, Any]) -> Task:
     """A task whose folder of data, where it names one, has a file of it."""
     task = _task(task_cfg)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from refusals import refused
 
-from kvbench.cache.layout import ModelShape, StoreOptions, compile_formats, compile_tier
+from kvbench.cache.layout import ModelShape, compile_formats, compile_tier
+from kvbench.cache.options import StoreOptions
 from kvbench.methods.kivi import Kivi
 from kvbench.methods.kvquant_style import KVQuantStyle
 from kvbench.methods.uniform import Uniform

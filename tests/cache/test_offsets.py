@@ -11,7 +11,7 @@ from store_helpers import filled, make_store, plain_attention, random_layer, rot
 from test_rotation import POLICIES
 
 from kvbench.cache.codebooks import KeyBiases
-from kvbench.cache.layout import StoreOptions
+from kvbench.cache.options import StoreOptions
 from kvbench.cache.store import CompressedStore
 from kvbench.engine.supported import model_shape
 from kvbench.errors import NotForModel

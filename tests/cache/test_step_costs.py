@@ -15,7 +15,8 @@ from step_meter import Cost, metered, run
 
 from kvbench.cache import scores
 from kvbench.cache.async_counts import ReplayLog, Rows
-from kvbench.cache.layout import ModelShape, StoreOptions
+from kvbench.cache.layout import ModelShape
+from kvbench.cache.options import StoreOptions
 from kvbench.cache.store import CompressedStore
 from kvbench.config.files import options
 from kvbench.kernels.backend import Backend

@@ -8,7 +8,7 @@ from refusals import refused
 from store_helpers import make_store, read_random, step_random
 
 from kvbench.cache import buffered
-from kvbench.cache.layout import StoreOptions
+from kvbench.cache.options import StoreOptions
 from kvbench.cache.store import CompressedStore, PoolExhausted
 from kvbench.kernels import memory
 from kvbench.policy import DecodePlan, DecodeView, Policy, PrefillPlan, PrefillView, Residual, ScoreSpec, Tier

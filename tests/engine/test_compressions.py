@@ -4,7 +4,7 @@ import pytest
 from engine_helpers import answers, engine, random_tokens, request
 from refusals import refused
 
-from kvbench.cache.layout import StoreOptions
+from kvbench.cache.options import StoreOptions
 from kvbench.engine.request_queue import RequestQueue
 from kvbench.engine.runner import Runner
 from kvbench.engine.supported import check_fit

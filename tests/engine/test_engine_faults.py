@@ -316,7 +316,7 @@ def test_a_process_without_address_space_names_the_sample():
     script = """
 import resource, sys
 import torch
-from kvbench.cache.layout import StoreOptions
+from kvbench.cache.options import StoreOptions
 from kvbench.engine.engine import Engine
 from kvbench.engine.requests import Request
 from kvbench.methods.full import Full

@@ -11,7 +11,7 @@ from places import ROOT
 from selection import few
 
 from kvbench.api.generate import begin
-from kvbench.cache.layout import StoreOptions
+from kvbench.cache.options import StoreOptions
 from kvbench.engine import hf
 from kvbench.engine.hf import check_pass
 from kvbench.engine.supported import check_fit, small_store

@@ -12,7 +12,7 @@ from selection import few
 from test_layer_kinds import KINDS, SMALL, difference, runner_logits, small  # noqa: F401 - a fixture
 
 import kvbench
-from kvbench.cache.layout import StoreOptions
+from kvbench.cache.options import StoreOptions
 from kvbench.config.methods import method_settings
 from kvbench.engine.runner import Runner
 from kvbench.kernels.backend import REFERENCE

@@ -7,7 +7,8 @@ from engine_helpers import random_tokens
 from refusals import refused
 from test_split_layers import CPU, in_two
 
-from kvbench.cache.layout import DeviceSpan, StoreOptions
+from kvbench.cache.layout import DeviceSpan
+from kvbench.cache.options import StoreOptions
 from kvbench.cache.ranks import Ranks
 from kvbench.cache.store import CompressedStore
 from kvbench.engine import hf, placement

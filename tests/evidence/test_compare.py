@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -442,3 +443,41 @@ def test_settings_are_plain(tmp_path):
     cfg = OmegaConf.merge(settings(tmp_path), {"methods": ["full"]})
     with refused("results-missing", None, "one run"):
         compare.main(cfg)
+
+
+def test_rows_stand_by_verdict_and_effect_with_a_legend_of_a_line(tmp_path, monkeypatch, capsys):
+    """Not by the alphabet; every column is explained by `help columns`."""
+    scores = {"a": [1] * 20}
+    store(tmp_path, "full", scores)
+    for method, right in (("alpha", 2), ("beta", 20), ("gamma", 12)):
+        store(tmp_path, method, {"a": [1] * right + [0] * (20 - right)})
+    monkeypatch.setattr(terminal.PlainConsole, "is_terminal", True)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["compare", f"results_dir={tmp_path}", "resamples=200", "regressions=0"]) == 0
+    shown = re.sub("\x1b[^a-zA-Z]*[a-zA-Z]", "", capsys.readouterr().out).rstrip().splitlines()
+    names = [line.split()[0] for line in shown if line.startswith(("alpha", "beta", "gamma"))]
+    assert names[:3] == ["beta", "gamma", "alpha"]
+    assert shown[-1].startswith("[a, b]: ") and "over 3 rows" in shown[-1] and not shown[-2].strip()
+    assert main(["help", "columns"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    for name in ("difference", "worst case", "verdict", "p Holm", "p equal", "would show", "loops", "standing: open"):
+        assert f" {name}: " in said, name
+
+
+def test_answers_that_were_not_kept_are_not_shown():
+    """Packed results have no texts: a line says what was lost, and no empty answer follows."""
+    lost = samples.Change(
+        sample="a/1", subset="a", mine=0.0, theirs=1.0, lost=True, text="", other_text="", expected=""
+    )
+    assert len(compare.change_lines(lost, 100.0, ("full", "mine"))) == 1
+    assert len(compare.change_lines(replace(lost, text="no"), 100.0, ("full", "mine"))) == 3
+
+
+def test_several_incomplete_runs_are_one_note(tmp_path):
+    """Each is named with its progress."""
+    store(tmp_path, "full", SCORES)
+    for method in ("half", "part"):
+        store(tmp_path, method, {"a": [0, 0, 1]}, status="running")
+    (group,) = load_groups(settings(tmp_path))
+    (note,) = [note for note in group.notes if "incomplete" in note]
+    assert note.startswith("2 runs") and note.count("3 of 12 answers") == 2 and "half/" in note and "part/" in note

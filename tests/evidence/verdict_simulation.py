@@ -10,9 +10,10 @@ from types import SimpleNamespace
 import numpy as np
 
 from kvbench.evidence.compare import correct
-from kvbench.evidence.compared import EQUAL_LEVEL, ComparedRun
-from kvbench.evidence.dominance import DOMINATED, standing
+from kvbench.evidence.compared import ComparedRun
+from kvbench.evidence.dominance import standing
 from kvbench.evidence.frontier import Cost, Panel, Point
+from kvbench.evidence.legends import DOMINATED, EQUAL_LEVEL
 from kvbench.results.measures import score
 from kvbench.stats import studentised
 from kvbench.stats.paired import ALPHA, difference

@@ -7,7 +7,7 @@ from refusals import refused
 from store_helpers import filled, held_positions, make_store, plain_attention, random_layer, step_at
 
 from kvbench.methods.duo_attention import DuoAttention
-from kvbench.policy import allocation
+from kvbench.rules import tables
 from kvbench.runs.parts import make_policy
 from kvbench.runs.verdict import complaint
 
@@ -96,7 +96,7 @@ def test_a_file_holds_the_gates(tmp_path, form):
 def test_a_broken_file_is_refused(tmp_path, monkeypatch, name, text, message):
     """Ragged lines, words, an empty or a long file, what is no text or no JSON, and what is not there are named."""
     path = tmp_path / name
-    monkeypatch.setattr(allocation, "MAX_TABLE_BYTES", 500_000 if name.endswith("json") else 3000)
+    monkeypatch.setattr(tables, "MAX_TABLE_BYTES", 500_000 if name.endswith("json") else 3000)
     if text is not None:
         path.write_text(text, errors="surrogateescape")
     with pytest.raises(ValueError, match=f"{name} {message}"):

@@ -12,7 +12,7 @@ from open_settings import kvquant_books
 from refusals import refused
 from store_helpers import make_store, plain_attention, step_at
 
-from kvbench.cache.layout import StoreOptions
+from kvbench.cache.options import StoreOptions
 from kvbench.cache.ranks import Ranks
 from kvbench.cache.store import CompressedStore
 from kvbench.errors import NotForModel

@@ -9,7 +9,8 @@ import torch
 from places import TESTS
 from store_helpers import causal_probabilities, held_positions, held_scores, prefill_view, step_one, watching
 
-from kvbench.cache.layout import ModelShape, StoreOptions
+from kvbench.cache.layout import ModelShape
+from kvbench.cache.options import StoreOptions
 from kvbench.cache.store import CompressedStore
 from kvbench.kernels.dispatch import get_backend
 from kvbench.methods.ada_snapkv import AdaSnapKV

@@ -5,7 +5,8 @@ import torch
 from refusals import refused
 from store_helpers import make_store, plain_attention, random_layer, step_one
 
-from kvbench.cache.layout import StoreOptions, compile_formats
+from kvbench.cache.layout import compile_formats
+from kvbench.cache.options import StoreOptions
 from kvbench.kernels.backend import REFERENCE, Backend
 from kvbench.kernels.reference.pages import region
 from kvbench.methods.quest import Quest

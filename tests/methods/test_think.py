@@ -10,7 +10,8 @@ from refusals import refused
 from store_helpers import filled, make_store, plain_attention, random_layer, step_at
 
 from kvbench.cache.holding import Channels
-from kvbench.cache.layout import StoreOptions, compile_formats
+from kvbench.cache.layout import compile_formats
+from kvbench.cache.options import StoreOptions
 from kvbench.kernels.format import SlotFormat
 from kvbench.methods.think import ChannelLogits, ThinK
 from kvbench.policy import Compaction, Policy, PrefillPlan, Probability, ScoreSpec, Tier, check_chunk

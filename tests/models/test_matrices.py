@@ -13,7 +13,7 @@ from refusals import refused
 from store_helpers import held_positions
 from torch.utils.flop_counter import FlopCounterMode
 
-from kvbench.cache.layout import StoreOptions
+from kvbench.cache.options import StoreOptions
 from kvbench.engine.runner import Runner
 from kvbench.kernels.cpu.build import BuildError
 from kvbench.kernels.cpu.products import RowProducts

@@ -152,7 +152,7 @@ def test_what_was_not_asked_for_is_not_there(look, remedy):
         (lambda seen: seen.pos[:, 1:].float(), r"gave torch.float32 \(1, 9\), but .* shape \(1, 10\)"),
         (lambda seen: seen.pos, r"gave torch.int64 \(1, 10\), but it must give a floating-point tensor"),
         (lambda seen: None, "gave NoneType, but it must give"),
-        (lambda seen: seen.pos / 0.0, "gave a number that is not finite for tensors that are"),
+        (lambda seen: seen.pos / 0.0, r"gave nan at \[0, 0\] of a .* shape \(1, 10\), for tensors that are finite"),
     ],
 )
 def test_an_answer_is_held_to_the_contract(answer, rule):

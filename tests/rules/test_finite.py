@@ -5,7 +5,7 @@ import math
 import pytest
 from refusals import refused
 
-from kvbench.cache.layout import StoreOptions
+from kvbench.cache.options import StoreOptions
 from kvbench.config import files
 from kvbench.config.methods import method_settings
 from kvbench.rules import Number, declared

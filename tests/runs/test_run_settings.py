@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from refusals import refused
 from wrong_values import wrong
 
-from kvbench.cache.layout import StoreOptions
+from kvbench.cache.options import StoreOptions
 from kvbench.config import extensions
 from kvbench.config.compose import compose
 from kvbench.methods.full import Full

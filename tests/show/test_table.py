@@ -220,6 +220,17 @@ def test_picture_is_the_same_twice(tmp_path):
     figure.draw([RunRecord(task="t", model="m", method="x")], tmp_path / "d.png")
 
 
+def test_a_title_promises_intervals_where_there_are_some(tmp_path, monkeypatch):
+    """Of too few samples there are none."""
+    made = []
+    monkeypatch.setattr(figure, "picture_bytes", lambda one, kind: made.append(one) or picture_bytes(one, kind))
+    record = run_of(make_cfg(tmp_path)).record
+    for high in (0.9, None):
+        metric = dataclasses.replace(record.metrics[record.primary], value=0.5, low=high and 0.1, high=high)
+        figure.draw([dataclasses.replace(record, metrics={record.primary: metric})], tmp_path / "a.png")
+    assert [("95 %" in one.get_suptitle()) for one in made] == [True, False]
+
+
 def test_picture_names_tied_points_apart_and_labels_bars_by_their_length(tmp_path, monkeypatch):
     """No name lies on another though all scores tie, and the percentage at a bar is the bar's length; a row of another
     length says its tokens."""

@@ -15,7 +15,7 @@ from selection import per_path
 
 import kvbench.policy as kv
 import kvbench.sizing.count as sizing_count
-from kvbench.cache.layout import StoreOptions
+from kvbench.cache.options import StoreOptions
 from kvbench.cache.store import CompressedStore
 from kvbench.config import files
 from kvbench.config.methods import method_settings

@@ -17,7 +17,7 @@ from open_settings import open_settings
 from selection import FULL, in_turn, per_path
 
 from kvbench.api.generate import begin
-from kvbench.cache.layout import StoreOptions
+from kvbench.cache.options import StoreOptions
 from kvbench.config import files
 from kvbench.config.methods import method_settings
 from kvbench.engine.hf import attached

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvbench.cache.layout import ModelShape, StoreOptions
+from kvbench.cache.layout import ModelShape
+from kvbench.cache.options import StoreOptions
 from kvbench.policy import Policy
 from kvbench.show.picture import STYLES, drawn, method_style, name_points, width_in
 from kvbench.show.progress import format_bytes

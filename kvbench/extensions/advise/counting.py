@@ -7,8 +7,8 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from kvbench.cache.layout import StoreOptions, compile_formats
-from kvbench.cache.offsets import KINDS
+from kvbench.cache.layout import compile_formats
+from kvbench.cache.options import OFFSETS, StoreOptions
 from kvbench.config.files import FULL
 from kvbench.errors import FileMissing, Unsupported
 from kvbench.extensions.advise import shipped
@@ -102,7 +102,7 @@ def _stored(folder: Path, shape: NamedShape) -> SizedMethod:
     if damaged:
         note(f"{damaged} damaged lines of {folder}/samples.jsonl do not count")
     held = dict(record.identity.get("store") or {})
-    if held.get("key_offset") not in KINDS and isinstance(held.get("key_offset"), str):
+    if held.get("key_offset") not in OFFSETS and isinstance(held.get("key_offset"), str):
         del held["key_offset"]  # an identity has a table's numbers, never its path, and no file that it names is opened
     store = replace(store_options(held), budget_bytes=None)
     try:

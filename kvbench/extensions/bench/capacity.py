@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from kvbench.cache.layout import ModelShape, StoreOptions
+from kvbench.cache.layout import ModelShape
+from kvbench.cache.options import StoreOptions
 from kvbench.cache.store import CompressedStore
 from kvbench.config.files import FULL
 from kvbench.engine.prompt_cache import Recording

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from kvbench.cache.layout import StoreOptions
+from kvbench.cache.options import StoreOptions
 from kvbench.config.files import options
 from kvbench.engine.engine import Engine
 from kvbench.engine.requests import Outcome, Request
@@ -29,8 +29,9 @@ from kvbench.extensions.bench.decoders import capture_on
 from kvbench.kernels.backend import Backend
 from kvbench.kernels.check_device import in_shares, report
 from kvbench.kernels.device_inputs import Finding
-from kvbench.kernels.dispatch import DECODES, HOST, TRITON, gpu_backend
+from kvbench.kernels.dispatch import HOST, gpu_backend
 from kvbench.kernels.graphs import Capture
+from kvbench.kernels.names import DECODES, TRITON
 from kvbench.models.load import LoadedModel
 from kvbench.runs import choices
 from kvbench.runs.parts import policy_class

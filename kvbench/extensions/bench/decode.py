@@ -29,7 +29,8 @@ from kvbench.extensions.bench.decoders import (
 from kvbench.kernels.bench import machine
 from kvbench.kernels.bench.bench import Bench, Common, main, setting
 from kvbench.kernels.bench.rounds import Variant, failed_variant
-from kvbench.kernels.dispatch import DECODES, HOST, TRITON
+from kvbench.kernels.dispatch import HOST
+from kvbench.kernels.names import DECODES, TRITON
 from kvbench.models import matrices
 from kvbench.models.load import LoadedModel
 from kvbench.runs import choices

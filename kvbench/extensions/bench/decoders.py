@@ -19,8 +19,8 @@ from kvbench.engine.decode_loop import CapturedSteps, State
 from kvbench.engine.prompt_cache import PromptCache
 from kvbench.engine.runner import Runner
 from kvbench.kernels.bench.rounds import cuda_graph
-from kvbench.kernels.dispatch import TRITON
 from kvbench.kernels.graphs import Capture, cuda_graphs
+from kvbench.kernels.names import TRITON
 from kvbench.models.load import LoadedModel
 from kvbench.runs import choices
 

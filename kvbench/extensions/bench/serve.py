@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kvbench.cache.layout import StoreOptions
+from kvbench.cache.options import StoreOptions
 from kvbench.config.files import FULL
 from kvbench.engine.engine import Engine
 from kvbench.engine.request_queue import Clock, RequestQueue

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbench.cache.layout import ModelShape, StoreOptions
+from kvbench.cache.layout import ModelShape
+from kvbench.cache.options import StoreOptions
 from kvbench.engine.engine import Engine
 from kvbench.engine.prompt_cache import PromptCache
 from kvbench.engine.runner import Runner

@@ -15,7 +15,7 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from kvbench.cache.layout import StoreOptions
+from kvbench.cache.options import StoreOptions
 from kvbench.engine.engine import Engine
 from kvbench.engine.supported import heads_of, layer_kinds
 from kvbench.errors import SettingValue, check_name, check_whole

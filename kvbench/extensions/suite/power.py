@@ -6,7 +6,8 @@ from omegaconf import DictConfig
 from rich.text import Text
 
 from kvbench.evidence.compare import compare_group, correct
-from kvbench.evidence.compared import EQUAL_LEVEL, ComparedRun, difference
+from kvbench.evidence.compared import ComparedRun, difference
+from kvbench.evidence.legends import EQUAL_LEVEL
 from kvbench.evidence.load import load_groups
 from kvbench.evidence.settings import check
 from kvbench.evidence.view import Grid, notes, show

@@ -1,10 +1,12 @@
 """`kvbench report view=table`: the table of a paper from stored runs: terminal, Markdown, LaTeX, CSV."""
 
+import re
 from collections.abc import Iterator, Sequence
 from functools import partial
 
 from omegaconf import DictConfig
 
+from kvbench.config.files import FULL
 from kvbench.errors import SettingValue
 from kvbench.evidence.load import Group
 from kvbench.evidence.view import View, ViewResult, frame_of
@@ -13,13 +15,13 @@ from kvbench.results.measures import RESIDENT, TOTAL
 from kvbench.show.csv_file import Cell as CsvCell
 from kvbench.show.csv_file import csv_row
 from kvbench.show.formats import FORMATS, Sheet
-from kvbench.show.terminal import NO_INTERVAL
 from kvbench.stats.paired import ALPHA
 from kvbench.stats.strata import FEWEST_SAMPLES
 
 BY = ("subset", "category", "length", "cut", "method")
 LONGEST = 6  # decimals
 MISSING = "-"
+LABEL = re.compile(r"[\w:.+/-]*")
 INTERVAL = "95 %"  # heading of the average's interval
 BYTES = {RESIDENT: "KV %", TOTAL: f"{TOTAL.short}, {TOTAL.unit}"}  # headings of what is held
 
@@ -30,29 +32,29 @@ def _number(value: float, table: PaperTable, cfg: DictConfig) -> str:
 
 
 def _interval(cell: Cell | None, table: PaperTable, cfg: DictConfig) -> str:
-    if cell is None:
+    if cell is None or cell.interval is None:
         return MISSING
-    if cell.interval is None:
-        return NO_INTERVAL
     return f"[{', '.join(_number(end, table, cfg) for end in cell.interval)}]"
 
 
-def sheet(table: PaperTable, cfg: DictConfig) -> Sheet:
-    """Table with `cfg.digits` decimals.
+def sheet(table: PaperTable, cfg: DictConfig, number: int = 1) -> Sheet:
+    """Table with `cfg.digits` decimals, the one of that number.
 
-    An interval is in every cell with `cfg.intervals`, else in the average's alone; with `cfg.by` as `method` there is a
-    row for each subset, and a column for each run.
+    An interval is in every cell with `cfg.intervals`, else in the average's alone, where there are samples enough for
+    one; with `cfg.by` as `method` there is a row for each subset, and a column for each run.
     """
-    last = [] if cfg.intervals else [INTERVAL]
+    averages = [row.cells.get(AVERAGE) for row in table.rows]
+    last = [INTERVAL] if not cfg.intervals and any(cell and cell.interval for cell in averages) else []
+    judged = _judged(table)
     cells_by_row = [[(words, False) for words in ("run", BYTES[table.held], *table.columns.values(), *last)]]
     for row in table.rows:
         held = MISSING if (size := row.held(table.held)) is None else f"{size * table.held.scale:.1f}"
         cells = [(row.label, False), (held, False)]
-        for cell in map(row.cells.get, table.columns):
+        for key, cell in ((key, row.cells.get(key)) for key in table.columns):
             words = _number(cell.value, table, cfg) if cell else MISSING
-            words += f" {_interval(cell, table, cfg)}" if cell and cfg.intervals else ""
-            cells.append((words, cell is not None and cell.is_best))
-        if not cfg.intervals:
+            words += f" {_interval(cell, table, cfg)}" if cell and cell.interval and cfg.intervals else ""
+            cells.append((words, cell is not None and cell.is_best and key in judged))
+        if last:
             cells.append((_interval(row.cells.get(AVERAGE), table, cfg), False))
         cells_by_row.append(cells)
     is_transposed = cfg.by == "method"
@@ -62,11 +64,19 @@ def sheet(table: PaperTable, cfg: DictConfig) -> Sheet:
     return Sheet(
         title=table.title,
         caption=f"{table.title}: {table.what.title}, {table.what.unit}.",
+        latex_caption=cfg.caption or "",
+        label=f"{cfg.label}-{number}" if cfg.label and number > 1 else cfg.label or "",
         rows=cells_by_row,
         legend=partial(legend, table),
         unfit=table.unfit,
         spans=() if is_transposed else table.spans,
     )
+
+
+def _judged(table: PaperTable) -> set[str]:
+    """Columns in which a run can be told from the best; all of one that has none would be bold."""
+    others = [row.cells for row in table.rows if row.method != FULL]
+    return {key for key in table.columns if any(key in cells and not cells[key].is_best for cells in others)}
 
 
 def legend(table: PaperTable, mark: str) -> list[str]:
@@ -77,8 +87,8 @@ def legend(table: PaperTable, mark: str) -> list[str]:
     ]
     if any(cell.is_best for row in table.rows for cell in row.cells.values()):
         lines.append(
-            f"{mark}: the best of its column but for the full cache, and all that a paired test on the same samples "
-            f"cannot tell from it (p >= {ALPHA:.2g}, Holm over the column)."
+            f"{mark}: the best of its column, the full cache apart, and all that a paired test on the same samples "
+            f"cannot tell from it (p >= {ALPHA:.2g}, Holm over the column); none where that is every run."
         )
     counts = [cell.num_samples for row in table.rows for cell in row.cells.values()]
     if counts and min(counts) < FEWEST_SAMPLES:
@@ -87,12 +97,17 @@ def legend(table: PaperTable, mark: str) -> list[str]:
         )
     average = [row.cells[AVERAGE].num_samples for row in table.rows if AVERAGE in row.cells]
     if average:
-        lines.append(f"Avg: mean over subsets, {average[0]} samples; the brackets hold its 95 % interval.")
+        lines.append(f"Avg: mean over subsets, {average[0]} samples; brackets hold a 95 % interval.")
+    if any(cell.interval is None for row in table.rows for cell in row.cells.values()):
+        lines.append("No brackets: too few samples for an interval.")
     return [*lines, *table.notes]
 
 
 def check(cfg: DictConfig) -> None:
-    """Raise ValueError where there are more decimals than a score has."""
+    """Raise ValueError where there are more decimals than a score has, or a label is none of LaTeX's."""
+    for name in ("caption", "label"):
+        if not isinstance(cfg[name], str | None) or (name == "label" and not LABEL.fullmatch(cfg.label or "")):
+            raise SettingValue(f"{name}={cfg[name]!r} is no {name}; write text, such as {name}=tab:kv", setting=name)
     if cfg.digits > LONGEST:
         raise SettingValue(f"digits={cfg.digits} is more than {LONGEST}; take fewer decimals", setting="digits")
 
@@ -116,7 +131,9 @@ def records(tables: Sequence[PaperTable]) -> Iterator[dict[str, CsvCell]]:
 def compute(groups: Sequence[Group], cfg: DictConfig) -> ViewResult:
     """The tables of all groups."""
     tables = tables_of(groups, cfg)
-    return ViewResult(sheets=[sheet(table, cfg) for table in tables], frame=frame_of(records(tables)))
+    return ViewResult(
+        sheets=[sheet(table, cfg, number) for number, table in enumerate(tables, 1)], frame=frame_of(records(tables))
+    )
 
 
 main = View(name="table", compute=compute, choices={"by": BY, "format": (*FORMATS, "csv")}, check=check)

@@ -7,7 +7,7 @@ import pytest
 from engine_helpers import answers, random_tokens, request
 from gguf_bytes import gguf_header, write_gguf
 
-from kvbench.cache.layout import StoreOptions
+from kvbench.cache.options import StoreOptions
 from kvbench.cli.main import main
 from kvbench.engine.requests import Outcome, Request
 from kvbench.engine.supported import model_shape

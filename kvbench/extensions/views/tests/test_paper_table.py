@@ -178,7 +178,30 @@ def test_two_samples_have_no_interval_and_no_verdict(tmp_path, capsys):
         store(tmp_path, method, {"a": [0.3, 0.4], "b": [0.5, 0.1]}, ratio={"x": 0.5}.get(method, 1.0))
     assert main(["table", f"results_dir={tmp_path}"]) == 0
     out = capsys.readouterr().out
-    assert "[no interval]" in out and "n too small" in out
+    assert "95 %" not in out.split("\n\n")[0] and "n too small" in out and "No brackets" in out
+
+
+def test_nothing_is_bold_where_no_run_can_be_told_from_the_best(tmp_path, capsys):
+    """A column of stars says nothing; one in which a run is worse keeps them."""
+    scores = {"a": [1] * 60, "b": [1] * 60}
+    store(tmp_path, "full", scores)
+    store(tmp_path, "best", scores, ratio=0.5)
+    store(tmp_path, "next", spoil(scores, a=1, b=30), ratio=0.4)
+    store(tmp_path, "third", spoil(scores, a=2, b=1), ratio=0.3)
+    assert main(["table", f"results_dir={tmp_path}"]) == 0
+    cells = {line.split()[0]: line.split()[2:4] for line in capsys.readouterr().out.splitlines() if line.strip()}
+    assert cells["best"] == ["100.0", "100.0*"] and cells["next"] == ["98.3", "50.0"]
+    assert cells["third"] == ["96.7", "98.3*"]
+
+
+def test_latex_has_the_caption_and_the_label_that_were_given(bench, capsys):
+    """The caption is LaTeX; a label that LaTeX has no use for is refused."""
+    words = ["report", "view=table", f"results_dir={bench}", "format=tex"]
+    assert main([*words, "caption='Scores, \\textbf{ours}'", "label=tab:kv"]) == 0
+    out = capsys.readouterr().out
+    assert "\\caption{Scores, \\textbf{ours}}\n\\label{tab:kv}\n" in out
+    assert main([*words, "label='a}b'"]) == 2
+    assert "error[setting-value]: label=" in capsys.readouterr().err
 
 
 def cells(line):

@@ -1,0 +1,42 @@
+"""Names that settings of a model may have, which are read without torch."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from kvbench.config.files import package_folder
+from kvbench.errors import check_name, check_whole
+
+AUTO = "auto"
+PLAIN, PACKED, STREAMED, FUSED = "plain", "packed", "streamed", "fused"
+LINEAR = (PLAIN, PACKED, STREAMED, FUSED)
+DTYPES = ("float32", "bfloat16", "float16")
+QUANTISATIONS = ("fp8", "int8", "int4")
+KINDS = ("embedded", "hf", "gguf", "random")
+_NAMES = {"kind": KINDS, "dtype": (AUTO, *DTYPES), "linear": (AUTO, *LINEAR), "quantisation": QUANTISATIONS}
+
+
+_LEAST = {"max_tokens": 1, "num_layers": 1, "tensor_parallel": 1}  # of whole numbers that may be null
+
+
+def preset_names() -> list[str]:
+    """Shapes of config/shapes.yaml that random weights can be made for."""
+    listed = yaml.safe_load((package_folder() / "config" / "shapes.yaml").read_text(encoding="utf-8"))
+    return [name for name, shape in listed.items() if "weights" in shape]
+
+
+def check_values(group: Mapping[str, Any]) -> None:
+    """Refuse names in the `model` group that do not exist, and numbers that are none.
+
+    Raises:
+        ValueError: Names the setting, its value and what it may be.
+    """
+    for setting, known in _NAMES.items():
+        if group.get(setting) is not None:
+            check_name(f"model.{setting}", group[setting], known)
+    for setting, least in _LEAST.items():
+        if group.get(setting) is not None:
+            check_whole(f"model.{setting}", group[setting], least, ", or null")
+    if group.get("preset") is not None:
+        check_name("model.preset", group["preset"], preset_names())
