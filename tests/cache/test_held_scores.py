@@ -10,6 +10,7 @@ from refusals import refused
 from store_helpers import held_positions, make_store
 
 from kvbench.cache.replay_check import ReplayCheck
+from kvbench.cache.scores import QueryRing
 from kvbench.engine.prompt_cache import PromptCache
 from kvbench.methods.keydiff import KeyDifference
 from kvbench.methods.r_kv import RKV
@@ -232,3 +233,15 @@ def test_scored_methods_evict_by_todays_keys():
     store.begin_step(torch.tensor([row]))
     want = sorted(sorted(held, key=lambda p: (-score[p], p))[:12])
     assert sorted(held_positions(store, row)[0])[:-1] == want and any(p >= PROMPT for p in want)
+
+
+@pytest.mark.parametrize("scales", [(0.5, 0.5), (0.5, 2.0)])
+def test_the_queries_of_a_step_are_held_times_their_layer_s_factor(scales):
+    """Of every row at its own position, over the oldest ones."""
+    shape, make = make_store(RKV(), num_layers=2, num_q_heads=3, head_dim=DIM).shape, torch.Generator().manual_seed(0)
+    ring, seen = QueryRing(4, 2, shape, torch.float32), torch.tensor([5, 9])
+    layers = [(torch.randn(2, 3, DIM, generator=make), scale) for scale in scales]
+    ring.hold_step(torch.tensor([0, 1]), seen, layers)
+    for layer, (q, scale) in enumerate(layers):
+        for row, position in enumerate(seen.tolist()):
+            assert torch.equal(ring.of(row, layer, position + 1)[:, -1], q[row] * scale)
