@@ -40,8 +40,8 @@ STUDY = HERE / "benchmarks"
 STUDIES = (STUDY, HERE / "mission")  # the second one is docs/study.md's
 METRICS = ("score", "nll", "kl", "kl_new", "top1")
 OWN = ("index", "task_id", "level", "subject")  # of a sample's facts; the others may be the benchmark's text
+LEFT = ("gold", "drift")  # of a sample's entries: the right answer's text, and what no table has
 THERE = {"length": 512}  # of the small study's questions those that are the nearest to the benchmarks'
-LITTLE = 0.05  # of the score: a loss that whole intervals of some runs exclude at these numbers of problems
 HELD = ("rotation", "key_offset")  # settings of the store that tell runs apart
 NAMED = ("budget", "bits")  # settings that stand beside a method even where they are its configuration's
 SETS = {"all settings of both": {}, "eviction to 50 % of the tokens": {"budget": 0.5}}
@@ -79,7 +79,7 @@ def _own(record: Any) -> Any:
 
     Answers repeat the problem, so of each only the equality of tokens is kept: enough for its length and for loops.
     """
-    kept = {name: value for name, value in record.items() if name != "gold"}
+    kept = {name: value for name, value in record.items() if name not in LEFT}
     facts = {name: value for name, value in record["meta"].items() if name in OWN}
     first: dict[int, int] = {}
     tokens = [first.setdefault(token, len(first)) for token in record["token_ids"]]
@@ -214,7 +214,7 @@ LONGER, CORRELATION = ("longer", "longer_low", "longer_high"), ("correlation", "
 def tables() -> Iterator[tuple[str, str]]:
     """Name and text of every table of the chapter."""
     every = sorted(rows_of("benchmarks"), key=lambda row: (row["task"], row["model"]))
-    made, printed, papers, columns = [], [], [], {}
+    made, printed, papers = [], [], []
     for (task, model), group in groupby(every, key=lambda row: (row["task"], row["model"])):
         by_run: dict[str, dict[str, Row]] = {}
         for row in group:
@@ -225,7 +225,6 @@ def tables() -> Iterator[tuple[str, str]]:
         yield f"{task} with {model}", markdown(headings.split("|"), map(_line, runs))
         full = by_run["full"]["score"]
         scores = [own["score"] for own in runs]
-        columns[f"{task}, {model} (n={full['n']})"] = {row["run"]: _in_short(row) for row in scores}
         papers += sorted(_papers(task, model, scores), key=lambda cells: cells[3])
         commits = ", ".join(sorted({own["score"]["commit"][:8] for own in runs}))
         made.append([task, model, str(len(runs)), full["n"], commits, full["machine"], full["date"]])
@@ -235,9 +234,6 @@ def tables() -> Iterator[tuple[str, str]]:
             cells = [task, model, f"{100 * share:.1f} ({problems} problems)", f"{shown(full, VALUE)} ({full['n']})"]
             printed.append([*cells, "yes" if inside else "no"])
     if made:
-        runs = sorted({run for cells in columns.values() for run in cells} - {"full"})
-        lines = ([f"`{run}`", *(cells.get(run, "") for cells in columns.values())] for run in runs)
-        yield "benchmarks in short", markdown(["setting", *columns], lines)
         yield "runs", markdown("task|model|runs|n|commit|machine|date".split("|"), made)
         headings = "task|model|printed, %|full cache here, % [95 %]|printed lies in the interval"
         yield "printed", markdown(headings.split("|"), printed)
@@ -246,16 +242,6 @@ def tables() -> Iterator[tuple[str, str]]:
     headings = "methods|between|how many|by score|by gold NLL|by KL|each score with itself"
     if rows_of("across"):
         yield "across", markdown(headings.split("|"), _orders())
-
-
-def _in_short(row: Row) -> str:
-    """A run's bytes, its difference to the full cache, and its verdict where it has one."""
-    if not row["low"]:
-        return ""
-    text = f"{100 * float(row['resident']):.0f} %: {shown(row, DIFFERENCE, form='+.1f')}"
-    if row["verdict"] == "worse":
-        return f"{text}, worse"
-    return f"{text}, above -{100 * LITTLE:g}" if float(row["low"]) > -LITTLE else text
 
 
 def _papers(task: str, model: str, scores: list[Row]) -> Iterator[list[str]]:
