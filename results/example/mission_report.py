@@ -46,11 +46,6 @@ IN_SHORT = {
         "engine_format tier=q4_0 store.key_offset=prompt",
         "engine_format tier=q4_0",
     ),
-    "gsm8k with qwen2.5-coder-0.5b": (
-        *EVERYWHERE,
-        "engine_format tier=q4_0 store.rotation=off store.key_offset=prompt",
-        "engine_format tier=q4_0 store.rotation=off",
-    ),
 }
 LABELS = ("labels.engine_format=q4_0", "figure.width=7")
 
