@@ -45,7 +45,7 @@ IN_SHORT = {
         *EVERYWHERE,
         "engine_format tier=q4_0 store.key_offset=prompt",
         "engine_format tier=q4_0",
-    ),
+    )
 }
 LABELS = ("labels.engine_format=q4_0", "figure.width=7")
 
