@@ -28,8 +28,8 @@ COMPARED = {
     "test; for other values the larger p of it and of the studentised bootstrap. `p >margin`, for nearness to the "
     "full cache: of a difference no larger than the margin.",
     "p Holm": "p, corrected over all rows of the command (a narrower filter makes a smaller family).",
-    "p equal": "one-sided, for a difference inside the margin above it, corrected likewise, the missing answers as bad "
-    "as they can be.",
+    "p equal": "one-sided test of a difference within the margin, with the same correction and the worst case of "
+    "missing answers.",
     "would show": "the smallest true difference that p Holm shows with 80 % probability, at the upper end of the share "
     "of answers that change at all.",
     "answer longer by": "tokens, paired, with a 95 % interval; metric=tokens tests it.",

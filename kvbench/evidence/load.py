@@ -287,14 +287,14 @@ def _latest(members: Sequence[StoredRun], notes: list[str]) -> list[StoredRun]:
             notes.append(f"{old.name} is left out: {new.name} {_newer(old, new)}")
     result = sorted(kept.values(), key=lambda run: run.name)
     open_runs = [run for run in result if not run.complete]
-    if len(open_runs) > 1:
+    if len(open_runs) == 1:
+        (run,) = open_runs
+        notes.append(f"{run.name} is incomplete: {run.progress}; giving its command again finishes it")
+    elif open_runs:
         each = ", ".join(f"{run.name.split('/', 2)[-1]} {run.progress}" for run in open_runs)
         notes.append(f"{len(open_runs)} runs are incomplete; giving their commands again finishes them: {each}")
     for run in result:
-        if run in open_runs:
-            if len(open_runs) == 1:
-                notes.append(f"{run.name} is incomplete: {run.progress}; giving its command again finishes it")
-        elif len(run.samples) < (run.total or 0):  # lines were taken out, or do not count
+        if run.complete and len(run.samples) < (run.total or 0):  # lines were taken out, or do not count
             notes.append(f"{run.name} was complete and has {run.progress}; giving its command again finishes it")
     return result
 

@@ -15,15 +15,13 @@ DTYPES = ("float32", "bfloat16", "float16")
 QUANTISATIONS = ("fp8", "int8", "int4")
 KINDS = ("embedded", "hf", "gguf", "random")
 _NAMES = {"kind": KINDS, "dtype": (AUTO, *DTYPES), "linear": (AUTO, *LINEAR), "quantisation": QUANTISATIONS}
-
-
 _LEAST = {"max_tokens": 1, "num_layers": 1, "tensor_parallel": 1}  # of whole numbers that may be null
 
 
-def preset_names() -> list[str]:
-    """Shapes of config/shapes.yaml that random weights can be made for."""
+def listed_presets() -> dict[str, dict[str, Any]]:
+    """Shapes of config/shapes.yaml that random weights can be made for, by name."""
     listed = yaml.safe_load((package_folder() / "config" / "shapes.yaml").read_text(encoding="utf-8"))
-    return [name for name, shape in listed.items() if "weights" in shape]
+    return {name: shape for name, shape in listed.items() if "weights" in shape}
 
 
 def check_values(group: Mapping[str, Any]) -> None:
@@ -39,4 +37,4 @@ def check_values(group: Mapping[str, Any]) -> None:
         if group.get(setting) is not None:
             check_whole(f"model.{setting}", group[setting], least, ", or null")
     if group.get("preset") is not None:
-        check_name("model.preset", group["preset"], preset_names())
+        check_name("model.preset", group["preset"], listed_presets())

@@ -5,13 +5,12 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-import yaml
 
-from kvbench.config.files import package_folder
 from kvbench.errors import SettingsConflict, SettingValue, check_name, check_whole, unknown_name
 from kvbench.kernels.bench.machine import available_bytes
 from kvbench.models.cache import NoRoom
 from kvbench.models.checkpoint import native_attention, outline_of
+from kvbench.models.names import listed_presets
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
@@ -24,7 +23,6 @@ _GIB = 1 << 30
 @cache
 def presets() -> dict[str, dict[str, Any]]:
     """The configuration fields of each preset of config/shapes.yaml, under transformers' names."""
-    listed = yaml.safe_load((package_folder() / "config" / "shapes.yaml").read_text(encoding="utf-8"))
     return {
         name: {
             "num_hidden_layers": shape["layers"],
@@ -35,8 +33,7 @@ def presets() -> dict[str, dict[str, Any]]:
             "rms_norm_eps": 1e-5,
         }
         | shape["weights"]
-        for name, shape in listed.items()
-        if "weights" in shape
+        for name, shape in listed_presets().items()
     }
 
 

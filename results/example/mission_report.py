@@ -30,20 +30,16 @@ SHOWN = {
     "formats": ("full int4 engine_format kivi diffkv".split(), 0.0),
 }
 # Settings of the short table of a group, which README and the findings have.
-EVERYWHERE = (
-    "engine_format pre_rope=True tier=q4_0 store.rotation=off store.key_offset=bias",
-    "kivi bits=2",
-    "diffkv",
-    "diffkv alpha_h=0.04 alpha_l=0.04",
-    "h2o budget=50%seen",
-    "random budget=50%seen",
-    "minikv bits=2",
-    "snapkv budget=50%seen",
-)
 IN_SHORT = {
     "humaneval_plus with qwen2.5-coder-0.5b": (
-        *EVERYWHERE,
+        "engine_format pre_rope=True tier=q4_0 store.rotation=off store.key_offset=bias",
         "engine_format tier=q4_0 store.key_offset=prompt",
+        "kivi bits=2",
+        "diffkv",
+        "h2o budget=50%seen",
+        "random budget=50%seen",
+        "minikv bits=2",
+        "snapkv budget=50%seen",
         "engine_format tier=q4_0",
     )
 }

@@ -114,7 +114,7 @@ def test_its_faults_show_before_the_full_cache_is_run(file, fault, said, capsys)
 
 
 def test_a_budget_is_held_to_a_whole_prompt(file, monkeypatch, capsys):
-    """Where a part of it is not enough to tell, the shortest prompt is read whole."""
+    """The whole shortest prompt decides where the truncated one breaks the rule."""
     monkeypatch.setattr(tryout, "MOST_TOKENS", 256)
     assert main([f"method={file}", "fault=much", *RUN]) == 2
     assert "a head kept 189 of 504 prompt tokens" in capsys.readouterr().err

@@ -54,3 +54,14 @@ def test_wrong_values_import_neither_torch_nor_transformers(answers):
     assert set(codes.values()) == {2}, f"{codes}\n{said}"
     assert not imported
     assert said.count("error[") == len(COMMANDS)
+
+
+def test_names_that_are_read_without_torch_are_those_of_the_loaders():
+    """A kind, a backend or a quantisation that is added must be accepted here too."""
+    from kvbench.kernels.dispatch import BACKENDS
+    from kvbench.kernels.names import BACKEND_NAMES
+    from kvbench.models import load, names, quantised
+
+    assert set(names.KINDS) == set(load._LOADERS)
+    assert set(BACKEND_NAMES) == set(BACKENDS)
+    assert set(names.QUANTISATIONS) == set(quantised.KINDS)
