@@ -116,5 +116,6 @@ def described(policy: "Policy") -> NamedMethod:
     """A policy by its settings."""
     kind = type(policy)
     values = {item.name: getattr(policy, item.name) for item in fields(policy) if item.init}
+    values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}  # as in JSON
     settings = {"_target_": f"{kind.__module__}.{kind.__qualname__}", **values}
     return NamedMethod(text=repr(policy), settings=settings, make=lambda: policy)
