@@ -335,14 +335,13 @@ class Pages:
             page: int64 [M] page ids; slot: int64 [M] slots in them.
             distinct: No page comes twice, as in a decode step.
             score: fp32 [M] or one number, where the format tracks it and `pos` int64 [M] is given.
-            of: Owners of the slots: the layer, and the heads int64 [M]; only codebooks read it.
+            of: Owners of the slots: the layer, and the heads int64 [M]; only codebooks read it, and need `k` and `v`.
         """
         fmt, pages = self.formats[tier], self.pool.pages
-        if self.codebooks is not None and (k is not None or v is not None):
-            assert of is not None, "tables of codes belong to a layer"
+        if self.codebooks is not None:
+            assert of is not None and k is not None and v is not None, "tables of codes belong to a layer"
             fmt = self.codebooks.format(tier, of[0])
-            k = None if k is None else self.codebooks.levels(tier, *of, k)
-            v = None if v is None else self.codebooks.values(*of, v)
+            k, v = self.codebooks.levels(tier, *of, k), self.codebooks.values(*of, v)
         if k is not None:
             self.backend.write_keys(pages, fmt, page, slot, k)
             if fmt.bounds:

@@ -109,7 +109,8 @@ def within(
     end = ANY if at_end is None else (0, limit + at_end)
     if budget.of_seen:
         seen = extent.allowed(budget, extent.tokens_seen) + spare_pages * extent.page_tokens
-        end = (0, max(limit if not extent.new_tokens else 0, floor, seen) + (at_end or 0))
+        fewest = floor if extent.new_tokens else max(floor, limit)
+        end = (0, max(fewest, seen) + (at_end or 0))
     return Bounds(
         why=f"the budget {budget.text} allows",
         prompt=ANY if mean else (0, most),

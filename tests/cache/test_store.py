@@ -4,9 +4,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from store_helpers import held_positions, make_store
+from store_helpers import held_positions, make_store, plain_attention, step_at
 
 from kvbench.cache.store import CompressedStore
+from kvbench.methods.kivi import Kivi
 from kvbench.methods.vatp import VATP
 from kvbench.policy import Compaction, Policy, Tier
 
@@ -137,6 +138,34 @@ def test_query_heads_weigh_tokens_by_their_own_copy_of_the_values():
         attention = logits.masked_fill(torch.ones(20, 20).triu(1).bool(), -torch.inf).softmax(-1).sum(0)
         worth = attention * v[head // GROUP].abs().sum(-1)
         assert kept[head] == sorted(worth.topk(6).indices.tolist())
+
+
+@pytest.mark.parametrize("group", [1, 2, 3])
+def test_a_step_of_query_heads_reads_the_copy_of_its_head(group):
+    """Keys and values of a KV head, kept once per query head, are those of plain attention."""
+
+    class Apart(Keep):
+        granularity = "q_head"
+
+    torch.manual_seed(group)
+    heads = {"num_q_heads": HEADS * group, "num_kv_heads": HEADS, "head_dim": 16}
+    store = make_store(Apart(), **heads, max_tokens=16, new_tokens=8)
+    q, k, v = (torch.randn(n, 9, 16) for n in (HEADS * group, HEADS, HEADS))
+    row = store.open_row()
+    store.prefill_layer(row, 0, q[:, :8], k[:, :8], v[:, :8], 0.25)
+    (out,) = step_at(store, row, [(q, k, v)], 8, 0.25)
+    torch.testing.assert_close(out, plain_attention(q[:, 8], k, v, 0.25), rtol=0, atol=2e-3)  # kept in 16 bits
+
+
+def test_rows_have_pages_for_a_step_that_writes_several():
+    """A full buffer leaves at once, as several pages of every list; a pool that can't grow has them or not."""
+    store = make_store(
+        Kivi(bits=2, residual_tokens=128, group=32), num_layers=2, num_kv_heads=3, num_q_heads=3, head_dim=32,
+        rows=4, page_bytes=768, budget_bytes=768 * 50,
+    )  # fmt: skip
+    most, free = store.holding.most_new_pages, store.pages.pool.surely_free
+    assert most > 1 and 6 * most < free < 24 * most
+    assert [store.has_pages_for(rows) for rows in range(1, 5)] == [free >= rows * 6 * most for rows in range(1, 5)]
 
 
 def test_cache_relative_positions_need_a_plain_rotary_embedding():

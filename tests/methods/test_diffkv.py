@@ -101,6 +101,14 @@ def test_a_threshold_by_position_counts_from_one():
         assert policy.plan_prefill(prefill_view(torch.tensor(scores), 4)).tier_of[0, 0].tolist() == want
 
 
+@pytest.mark.parametrize(("score", "want"), [(0.25, HIGH), (0.24, LOW), (0.12, -1)])
+def test_the_last_token_but_one_is_seen_by_one_later_query(score, want):
+    """Its mean is its score: at four tokens the thresholds are 1 / 4 and 0.5 / 4."""
+    policy = DiffKV(alpha_h=1.0, alpha_l=0.5, window=1, queries="later")
+    plan = policy.plan_prefill(prefill_view(torch.tensor([0.0, 0.0, score, 0.0]), 4))
+    assert plan.tier_of[0, 0].tolist() == [-1, -1, want, HIGH]
+
+
 def test_golden_decode_scores_sum_the_maxima():
     """Each decode step adds the maximum over the group of that step's probabilities."""
     case = golden("diffkv_score")

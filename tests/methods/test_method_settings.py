@@ -119,6 +119,7 @@ TOGETHER = [
     ("diffkv", {"alpha_l": 0.5, "alpha_h": 0.4}, ("settings-conflict", "method.alpha_l", "alpha_l=0.5", "alpha_h=0.4")),
     ("diffkv", {"high": "k2v8"}, ("settings-conflict", "method.low", "low=k4v2", "high=k2v8")),
     ("diffkv", {"high": "k4v2"}, ("settings-conflict", "method.low", "high=k4v2", "low=k4v2")),
+    ("snapkv", {"budget": "4096B", "protect": "instruction"}, ("settings-conflict", "method.protect", "budget=4096B")),
     ("h2o", {"one_shot": True, "protect": "answer"}, ("settings-conflict", "method.protect", "one_shot=false")),
     (
         "kivi",
