@@ -140,10 +140,15 @@ _SHARE["higher_is_better"] = True
 _LOWER = {"higher_is_better": False}
 
 
+# Of scores whose name says nothing to a reader who does not know the task's code.
+SCORE_TITLES = {"correct": "problems solved", "plus": "problems solved", "base": "problems solved, original tests"}
+
+
 def score(name: str = "score", higher_is_better: bool = True) -> Measure:
     """A score of a task."""
     where: dict[str, Any] = {"numerator": ("scores", name), "in_run": ("metrics", name)}
-    return Measure(name=name, title=name, short=name, **where, **(_SHARE | {"higher_is_better": higher_is_better}))
+    words = {"title": SCORE_TITLES.get(name, name), "short": name}
+    return Measure(name=name, **words, **where, **(_SHARE | {"higher_is_better": higher_is_better}))
 
 
 SCORE = score()  # unit and scale of every score

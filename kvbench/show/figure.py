@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvbench.config.files import FULL
-from kvbench.results.measures import RESIDENT, SCORE, item_title, ledger_items
+from kvbench.results.measures import RESIDENT, SCORE, item_title, ledger_items, score
 from kvbench.results.record import RunRecord
 from kvbench.results.writing import write_atomic
 from kvbench.show.labels import differ_in_length, label_runs
@@ -53,7 +53,7 @@ def _quality(axes: "Axes", records: Sequence[RunRecord]) -> list[tuple[str, tupl
     bottom, top = axes.get_ylim()
     axes.set_ylim(max(-2, bottom - 2), min(102, top + 2))
     axes.set_xlabel("memory, % of an FP16 full cache")
-    axes.set_ylabel(f"{records[-1].primary or 'score'}, %")
+    axes.set_ylabel(f"{score(records[-1].primary or SCORE.name).title}, %")
     axes.grid(alpha=0.3)
     axes.set_axisbelow(True)
     return ends

@@ -12,18 +12,42 @@ from refusals import refused
 from kvbench.config import extensions
 
 NAMES = sorted(path.parent.name for path in (ROOT / "kvbench" / "extensions").glob(f"*/{extensions.MANIFEST}"))
-# A run, `compare` and `report` in one process, as small as they can be.
+# `list`, `help`, a run, `compare` and `report`, as small as they can be, in a process per copy of the package, which is
+# forked when other packages have been imported.
 CORE = """
-import sys
-from kvbench.cli.main import main
+import os, sys
+import hydra, pandas, torch
+import matplotlib.pyplot
+import transformers.models.llama.modeling_llama
+
 small = ["task=longctx", "task.length=512", "task.kinds=[passkey]", "limit=1", "model=random", "model.preset=tiny"]
 small += ["backend=torch", "results_dir=results"]
-for words in (["list"], ["help", "snapkv"], ["help"], ["-m", "method=full,snapkv", *small], ["compare"], ["report"]):
-    code = main(words)
-    assert code == 0, (words, code)
-import kvbench as kb
-assert set(kb.load("results")["method"]) == {"full", "snapkv"}
-assert not [name for name in sys.modules if name.startswith("kvbench.extensions.GONE")]
+sweep = ["-m", "method=full,snapkv", *small]
+
+
+def check(gone, folder):
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    from kvbench.cli.main import main
+
+    for words in (["list"], ["help", "snapkv"], ["help"], sweep, ["compare"], ["report"]):
+        code = main(words)
+        assert code == 0, (words, code)
+    import kvbench as kb
+
+    assert kb.__file__.startswith(folder)
+    assert set(kb.load("results")["method"]) == {"full", "snapkv"}
+    assert not [name for name in sys.modules if name.startswith(f"kvbench.extensions.{gone}")]
+
+
+assert not [name for name in sys.modules if name.split(".")[0] == "kvbench"]
+for gone, folder in zip(sys.argv[1::2], sys.argv[2::2]):
+    if not (child := os.fork()):
+        check(gone, folder)
+        sys.stdout.flush()
+        os._exit(0)  # a failed check ends the child by its error, with status 1
+    _, status = os.waitpid(child, 0)
+    assert status == 0, f"without {gone or 'any extension'}"
 """
 
 
@@ -131,35 +155,34 @@ def test_an_extension_without_what_it_uses_is_disabled(monkeypatch):
 
 
 def without(name, folder):
-    """A copy of the package without one extension, or without all."""
+    """A copy of the package with its bytecode, without one extension, or without all ("")."""
     for part in ("kvbench", "kernels", "methods", "conf"):
-        gone = shutil.ignore_patterns("__pycache__", "tests", *(["extensions"] if name is None else []))
+        gone = shutil.ignore_patterns("tests", *([] if name else ["extensions"]))
         shutil.copytree(ROOT / part, folder / part, symlinks=True, ignore=gone)
-    if name is not None:
+    if name:
         shutil.rmtree(folder / "kvbench" / "extensions" / name)
     return folder
 
 
-def check(name, folder):
-    """`list`, `help`, a run, `compare` and `report` pass in a copy without an extension."""
-    environment = os.environ | {"PYTHONPATH": str(without(name, folder)), "OMP_NUM_THREADS": "1"}
-    code = CORE.replace("GONE", name or "")
-    done = subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True)
+def check(names, folder):
+    """`list`, `help`, a run, `compare` and `report` pass in copies without an extension each, or without all ("")."""
+    words = [str(word) for name in names for word in (name, without(name, folder / (name or "none")))]
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-P", "-c", CORE, *words]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
 @pytest.mark.long
-def test_the_core_works_without_any_extension(tmp_path):
-    """The whole folder is gone."""
-    check(None, tmp_path)
+def test_the_core_works_without_extensions(tmp_path):
+    """The whole folder is gone, or one and with it those that use it."""
+    check(["", *NAMES[::7]], tmp_path)
 
 
-@pytest.mark.long
-@pytest.mark.every(8)
-@pytest.mark.parametrize("name", NAMES)
-def test_the_core_works_without_each_extension(name, tmp_path):
+@pytest.mark.exhaustive
+def test_the_core_works_without_each_extension(tmp_path):
     """One folder is gone, and with it those that use it."""
-    check(name, tmp_path)
+    check(NAMES, tmp_path)
 
 
 @pytest.mark.exhaustive
