@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from kvbench.config import extensions, one_file
@@ -183,14 +183,33 @@ def import_folders(folders: Sequence[Path]) -> list[str]:
 
 
 def path_of(group: str, name: str) -> Path:
-    """The file of a configuration that there is; of a command by its short name too."""
-    return _paths(group)[full_command(name) if group == "command" else name]
+    """The file of a configuration that there is; of a command by its short name too.
+
+    Raises:
+        KeyError: There is none.
+    """
+    name = full_command(name) if group == "command" else name
+    pure = PurePath(name)
+    if str(pure) != name or pure.is_absolute() or ".." in pure.parts:  # a way to a file, which is no name
+        raise KeyError(name)
+    for root in reversed(_roots()):
+        if one_file.is_method_file(root):
+            if group == "method" and root.stem == name:
+                return root
+        elif (path := root / group / f"{name}.yaml").is_file():
+            return path
+    raise KeyError(name)
+
+
+def _roots() -> list[Path]:
+    """Folders of configurations, kvbench's own first; a file of a later one replaces that of an earlier one."""
+    return [*shipped_folders(), *_config_dirs]
 
 
 def _paths(group: str, conf: Path | None = None) -> dict[str, Path]:
-    """The files of a group by name, kvbench's own first."""
+    """The files of a group by name."""
     paths: dict[str, Path] = {}
-    for root in [conf] if conf else [*shipped_folders(), *_config_dirs]:
+    for root in [conf] if conf else _roots():
         if one_file.is_method_file(root):
             paths |= {root.stem: root} if group == "method" else {}
             continue

@@ -290,17 +290,17 @@ def test_garbage_is_looked_for_as_before_when_a_model_is_loaded(monkeypatch):
 
     monkeypatch.setattr(cli, "_carry_out", carry_out)
     gc.set_threshold(123, 4, 5)
-    kept = gc.get_freeze_count()
-    assert kept  # by conftest.py: a caller's own are left as they are
-    assert cli.main(["run"]) == 0 and gc.get_freeze_count() == kept
-    seen.clear()
-    frozen.clear()
-    gc.unfreeze()
     try:
+        gc.freeze()
+        kept = gc.get_freeze_count()
+        assert kept and cli.main(["run"]) == 0 and gc.get_freeze_count() == kept  # a caller's own are left as they are
+        seen.clear()
+        frozen.clear()
+        gc.unfreeze()
         assert cli.main([]) == 0 and gc.get_threshold() == (123, 4, 5)
         assert cli.main(["run"]) == 0 and gc.get_threshold() == (123, 4, 5)
         assert frozen[0] > 100_000 and not gc.get_freeze_count()
     finally:
         gc.set_threshold(*before)
-        gc.freeze()
+        gc.unfreeze()
     assert seen == [SELDOM, SELDOM, (123, 4, 5)] and SELDOM > 1_500_000

@@ -43,6 +43,7 @@ LOSSLESS = {"budget": 1_000_000, "native": True, "alpha_l": 0.0} | dict.fromkeys
 )
 
 
+@cache
 def lines_of(name: str, word: str) -> list[str]:
     """What the lines `# word: ...` of a method's YAML say."""
     return re.findall(rf"^# {word}: (.+)$", files.path_of("method", name).read_text(), re.MULTILINE)
