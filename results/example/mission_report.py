@@ -7,7 +7,7 @@ A study that is under way has what is there: every row names its number of probl
 
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -29,20 +29,38 @@ SHOWN = {
     "methods": ("full h2o snapkv pyramidkv ada_snapkv kv_compress random kivi minikv diffkv".split(), 0.5),
     "formats": ("full int4 engine_format kivi diffkv".split(), 0.0),
 }
-# Settings of the short table of a group, which README and the findings have.
-IN_SHORT = {
-    "humaneval_plus with qwen2.5-coder-0.5b": (
-        "engine_format pre_rope=True tier=q4_0 store.rotation=off store.key_offset=bias",
-        "engine_format tier=q4_0 store.key_offset=prompt",
-        "kivi bits=2",
-        "diffkv",
-        "h2o budget=50%seen",
-        "random budget=50%seen",
-        "minikv bits=2",
-        "snapkv budget=50%seen",
-        "engine_format tier=q4_0",
-    )
+# Settings of the short table, which README and the findings have: as a run names them, and as it does.
+SHORT = {
+    "engine_format pre_rope=True tier=q4_0 store.rotation=off store.key_offset=bias": "`q4_0`, less the keys' bias",
+    "int4 pre_rope=True store.key_offset=bias": "`int4`, less the keys' bias",
+    "engine_format tier=q4_0 store.rotation=off store.key_offset=prompt": "`q4_0`, less the prompt's mean",
+    "int4 store.key_offset=prompt": "`int4`, less the prompt's mean",
+    "engine_format tier=q4_0 store.rotation=off": "`q4_0`",
+    "int4": "`int4`",
+    "diffkv": "`diffkv`",
+    "diffkv alpha_h=0.04 alpha_l=0.04": "`diffkv`, calibrated",
+    "kivi bits=2": "`kivi bits=2`",
+    "minikv bits=2": "`minikv`",
+    "h2o budget=50%seen": "`h2o`",
+    "snapkv budget=50%seen": "`snapkv`",
+    "pyramidkv budget=50%seen": "`pyramidkv`",
+    "ada_snapkv budget=50%seen": "`ada_snapkv`",
+    "kv_compress budget=50%seen": "`kv_compress`",
+    "random budget=50%seen": "`random`",
 }
+BRIEF = [
+    "engine_format pre_rope=True tier=q4_0 store.rotation=off store.key_offset=bias",
+    "engine_format tier=q4_0 store.rotation=off store.key_offset=prompt",
+    "engine_format tier=q4_0 store.rotation=off",
+    "diffkv",
+    "kivi bits=2",
+    "minikv bits=2",
+    "h2o budget=50%seen",
+    "snapkv budget=50%seen",
+    "random budget=50%seen",
+]
+TITLES = {"humaneval_plus": "HumanEval+", "gsm8k": "GSM8K", "math500": "MATH-500", "longbench": "LongBench"}
+USUAL = 0.8  # of the most problems that a setting has: a benchmark's heading has the numbers from here on
 LABELS = ("labels.engine_format=q4_0", "figure.width=7")
 
 
@@ -129,10 +147,37 @@ def tables() -> Iterator[tuple[str, str]]:
     for title, runs in groups.items():
         lines = sorted(runs.values(), key=lambda own: -float(own["score"]["difference"] or 1))
         yield f"mission: {title}", markdown(headings.split("|"), map(_line, lines))
-        if title in IN_SHORT:
-            short = (_line(own) for own in lines if own["score"]["run"] in IN_SHORT[title])
-            rows = ([setting, held, n, points] for setting, _, held, _, n, points, *_ in short)
-            yield f"mission in short: {title}", markdown("setting|bytes, %|n|points - full's [95 %]".split("|"), rows)
+    yield "mission in short", _short(groups, list(SHORT))
+    yield "mission in brief", _short(groups, BRIEF)
+
+
+def _short(groups: dict[str, dict[str, dict[str, dict]]], settings: Sequence[str]) -> str:
+    """Bytes of settings, and their difference to the full cache on every benchmark."""
+    columns = []
+    for runs in sorted(
+        groups.values(), key=lambda runs: list(TITLES).index(next(iter(runs.values()))["score"]["task"])
+    ):
+        scores = {own["score"]["run"]: own["score"] for own in runs.values()}
+        full, most = scores.pop("full"), max(float(score["n"]) for score in scores.values())
+        usual = [n for score in scores.values() if (n := float(score["n"])) >= USUAL * most]
+        n = f"{most:.0f}" if min(usual) == most else f"{min(usual):.0f} to {most:.0f}"
+        head = f"{TITLES[full['task']]}: full {100 * float(full['value']):.1f} %, n={n}"
+        columns.append((head, scores, USUAL * most))
+    rows = []
+    for setting in settings:
+        held = [100 * float(scores[setting]["bytes"]) for _, scores, _ in columns if setting in scores]
+        bounds = dict.fromkeys(f"{bound:.0f}" for bound in (min(held), max(held)))
+        cells = (_cell(scores.get(setting), least) for _, scores, least in columns)
+        rows.append([SHORT[setting], "-".join(bounds), *cells])
+    return markdown(["setting", "bytes, %", *(head for head, *_ in columns)], rows)
+
+
+def _cell(score: dict | None, least: float) -> str:
+    """Points and interval of a setting; the number of problems where it was stopped earlier than others."""
+    if score is None:
+        return ""
+    n = float(score["n"])
+    return shown(score, DIFFERENCE, form="+.1f") + (f" (n={n:.0f})" if n < least else "")
 
 
 def _line(own: dict[str, dict]) -> list[str]:
