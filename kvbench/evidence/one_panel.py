@@ -30,6 +30,7 @@ EDGE_IN = 0.04  # left of the words of the upright axis
 ROOM_Y = 0.05  # for names below the lowest point and above the highest, in heights of the axis
 ROOM = 1.15  # for names right of the dearest point: a factor of the axis' end
 FORCES = (0.1, 0.3, 1.0)  # with which names push one another away, until none covers another
+CROWD, CROWD_LETTERS = 4, 26  # points on one spot that have one text for all their names, and the length of its lines
 TURNS = 400  # of the search for free space: a limit in seconds would give other pictures on other machines
 
 
@@ -147,10 +148,18 @@ def _draw_names(axes: "Axes", drawing: Drawing, ends: list[End], look: Look) -> 
 
     getLogger("adjustText").setLevel(ERROR)  # it warns of names that are wider than the panel, which cannot be helped
     halo = [withStroke(linewidth=1.8, foreground="white")]
-    places = [drawing.at(point) for _, point, _ in ends]
-    pixels, line = axes.transData.transform(places), LINE_HEIGHT * look.size / 72 * axes.figure.dpi
+    line = LINE_HEIGHT * look.size / 72 * axes.figure.dpi
+    every = [drawing.at(point) for _, point, _ in ends]
+    crowds = _crowds(axes.transData.transform(every), line / 2)
+    places = [tuple(np.mean([every[each] for each in crowd], 0)) for crowd in crowds]
+    pixels = axes.transData.transform(places)
     texts = []
-    for number, (name, _, colour) in enumerate(ends):
+    for number, crowd in enumerate(crowds):
+        name = ", ".join(ends[each][0] for each in crowd)
+        colours = {ends[each][2] for each in crowd}
+        if len(crowd) > 1:
+            name = "\n".join(textwrap.wrap(name, CROWD_LETTERS, break_long_words=False))
+        colour = colours.pop() if len(colours) == 1 else INK
         # Names of points that cover one another begin on lines of their own: adjustText parts none that coincide.
         near = sum(abs(pixels[number] - other).max() < line / 2 for other in pixels[:number])
         x, y = axes.transData.inverted().transform(pixels[number] + (0, line * near))
@@ -168,6 +177,15 @@ def _draw_names(axes: "Axes", drawing: Drawing, ends: list[End], look: Look) -> 
         if np.hypot(*(nearest - pixel)) > line / 2:
             end = axes.transData.inverted().transform(nearest)
             axes.plot(*zip(anchor, end, strict=True), color=INK, linewidth=0.4, alpha=0.7, zorder=2.5)
+
+
+def _crowds(pixels: "np.ndarray", near: float) -> list[list[int]]:
+    """Numbers of points in groups: of `CROWD` and more that each cover another one, or alone."""
+    groups: list[list[int]] = []
+    for number, pixel in enumerate(pixels):
+        joined = [group for group in groups if any(abs(pixel - pixels[each]).max() < near for each in group)]
+        groups = [group for group in groups if group not in joined] + [[*sum(joined, []), number]]
+    return [part for group in groups for part in ([sorted(group)] if len(group) >= CROWD else ([n] for n in group))]
 
 
 def _overlap(boxes: "Sequence[Bbox]") -> bool:

@@ -10,6 +10,7 @@ from kvbench.config.compose import compose
 
 SMALL = "diffkv_smollm2-135m"
 QWEN = "diffkv_qwen2.5-coder-0.5b"
+GEMMA = "diffkv_gemma-3-270m"
 
 
 def resolved(words):
@@ -25,6 +26,7 @@ def resolved(words):
     [
         ("", SMALL),
         ("model=qwen2.5-coder-0.5b", QWEN),
+        ("model=gemma-3-270m", GEMMA),
         ("model.dtype=bfloat16 seed=3", SMALL),
         ("method.window=32", None),
         ("model=qwen2.5-coder-1.5b", None),

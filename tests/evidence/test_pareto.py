@@ -20,7 +20,7 @@ from kvbench.evidence.dominance import best_so_far, standing
 from kvbench.evidence.drawing import STYLE, Drawing, lines_of, short_label, ticks
 from kvbench.evidence.frontier import averages, costs_of
 from kvbench.evidence.load import load_groups
-from kvbench.evidence.one_panel import HUES, MOST, WHISKERS, Look
+from kvbench.evidence.one_panel import CROWD, HUES, MOST, WHISKERS, Look
 from kvbench.evidence.pareto import panels_of, texts
 from kvbench.evidence.view import show
 from kvbench.results.measures import RESIDENT
@@ -428,6 +428,18 @@ def test_one_panel_names_every_setting_at_its_point(sweep, width):
     if width is None:
         heights = {round(text.get_window_extent().y0) for text in legend.get_texts()}
         assert len(heights) == 1
+
+
+@pytest.mark.parametrize("number", [CROWD - 1, CROWD])
+def test_a_crowd_on_one_spot_shares_a_text(tmp_path, number):
+    """Points that cover one another have a name each up to a few, and one text for all names from there on."""
+    store(tmp_path, "full", SCORES, ratio=1.0)
+    names = [f"kind_{index}" for index in range(number)]
+    for index, name in enumerate(names):
+        store(tmp_path, name, flips(SCORES, 30, 0), ratio=0.5 + 0.001 * index)
+    (axes,) = figure_of(panel_of(tmp_path), "one").axes
+    found = sorted(text.get_text() for text in axes.texts)
+    assert found == ["full", *(names if number < CROWD else ["kind_0, kind_1, kind_2,\nkind_3"])]
 
 
 def test_names_sizes_and_whiskers_of_a_picture_are_settings(sweep, tmp_path, monkeypatch, capsys):
