@@ -35,6 +35,7 @@ from kvbench.results.sample import write_line
 from kvbench.results.writing import write_atomic
 from kvbench.show.terminal import p_text
 from kvbench.sizing.stored import changed_settings
+from kvbench.stats.repetition import ends_in_loop
 
 STUDY = HERE / "benchmarks"
 STUDIES = (STUDY, HERE / "mission")  # the second one is docs/study.md's
@@ -77,12 +78,14 @@ def pack(source: Path, to: Path = STUDY, states: Sequence[str] = ("complete",)) 
 def _own(record: Any) -> Any:
     """A sample without the benchmark's texts.
 
-    Answers repeat the problem, so of each only the equality of tokens is kept: enough for its length and for loops.
+    Answers repeat the problem, so of one that ends in a loop only the equality of tokens is kept, of others the length.
     """
     kept = {name: value for name, value in record.items() if name not in LEFT}
     facts = {name: value for name, value in record["meta"].items() if name in OWN}
-    first: dict[int, int] = {}
-    tokens = [first.setdefault(token, len(first)) for token in record["token_ids"]]
+    tokens, first = record["token_ids"], dict[int, int]()
+    if not ends_in_loop(tokens):
+        tokens = range(len(tokens))
+    tokens = [first.setdefault(token, len(first)) for token in tokens]
     return kept | {"prompt": record["prompt"] | {"tail": ""}, "meta": facts, "text": "", "token_ids": tokens}
 
 
