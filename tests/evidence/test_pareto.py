@@ -1,89 +1,32 @@
-"""The frontier: which points count, which beat which beyond chance, and pictures that are the same twice."""
+"""The frontier: which points count, and which beat which beyond chance."""
 
 import csv
 import io
-import itertools
-import shutil
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from matplotlib import rc_context
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.text import Text
+from frontier_helpers import SCORES, figure_of, panel_of, settings
 from places import need_extension
-from stored import command_settings, flips, store, yes_no
+from stored import flips, store, yes_no
 
 from kvbench.cli.main import main
 from kvbench.evidence import frontier_figure, multiples
 from kvbench.evidence.dominance import best_so_far, standing
-from kvbench.evidence.drawing import STYLE, Drawing, lines_of, short_label, ticks
+from kvbench.evidence.drawing import Drawing, lines_of, short_label, ticks
 from kvbench.evidence.frontier import averages, costs_of
 from kvbench.evidence.load import load_groups
-from kvbench.evidence.one_panel import CROWD, HUES, MOST, WHISKERS, Look
+from kvbench.evidence.one_panel import HUES
 from kvbench.evidence.pareto import panels_of, texts
 from kvbench.evidence.view import show
 from kvbench.results.measures import RESIDENT
 from kvbench.show import terminal
 from kvbench.show.picture import METHODS, method_style, spread
 
-LOOK = Look()
-SCORES = yes_no(0.8, {"a": 40, "b": 40}, seed=1)
-
-
-def settings(root, *words):
-    """The settings of `kvbench report view=pareto`."""
-    return command_settings("pareto", root, "resamples=300", *words)
-
-
-def panel_of(root, *words):
-    """The one panel of a results folder."""
-    cfg = settings(root, *words)
-    (panel,) = panels_of(load_groups(cfg), cfg)
-    return panel
-
 
 def places_of(panel):
     """Label -> standing by resident bytes."""
     return {panel.find(key).label: place for key, place in standing(panel, "resident").items()}
-
-
-def figure_of(panel, layout="panels", look=LOOK):
-    """The figure of a panel by resident bytes, drawn."""
-    with rc_context(STYLE):
-        made = frontier_figure.LAYOUTS[layout](Drawing(panel, "resident"), look)
-        FigureCanvasAgg(made).draw()
-    return made
-
-
-def boxes_of(axes):
-    """The places of the names beside a panel, from below, without the lines that tie them to their points."""
-    return sorted((Text.get_window_extent(text) for text in axes.texts), key=lambda box: box.y0)
-
-
-def overlap(boxes):
-    """Two neighbours touch by more than a pixel."""
-    return any(below.y1 > above.y0 + 1 for below, above in itertools.pairwise(boxes))
-
-
-@pytest.fixture(scope="module")
-def stored(tmp_path_factory):
-    """The full cache twice, and methods of every kind; one is cheap and bad, one dear and bad."""
-    root = tmp_path_factory.mktemp("sweep")
-    store(root, "full", SCORES, ratio=1.0, tiers=(100,), bits=16)
-    store(root, "full", flips(SCORES, 2, 1), ratio=1.0, tiers=(100,), bits=16, batch_size=8)
-    store(root, "fp8", SCORES, ratio=0.5, tiers=(100,), seconds=0.2)
-    store(root, "good", flips(SCORES, 1, 1), ratio=0.4, settings={"budget": 0.4})
-    store(root, "good", flips(SCORES, 8, 0), ratio=0.2, settings={"budget": 0.2})
-    store(root, "dear", flips(SCORES, 24, 0), ratio=0.7)
-    store(root, "close", flips(SCORES, 2, 1), ratio=0.45)
-    return root
-
-
-@pytest.fixture
-def sweep(stored, tmp_path):
-    """A copy of these runs, to which a test may add."""
-    return shutil.copytree(stored, tmp_path, dirs_exist_ok=True)
 
 
 def test_points_and_their_standing(sweep):
@@ -304,21 +247,6 @@ def test_labels_keep_their_distance():
     assert spread([], 0.1) == [] and spread([0.3], 0.1) == [0.3]
 
 
-def test_names_in_the_picture_do_not_overlap(tmp_path):
-    """With 20 methods at three budgets each, no two names of a panel touch, and all are inside the picture."""
-    few = {"a": [1] * 6, "b": [1] * 8}
-    store(tmp_path, "full", few, ratio=1.0)
-    for index in range(20):
-        for budget in (0.125, 0.25, 0.5):
-            scores, ratio = flips(few, int(8 * (1 - budget)), 0), budget + index / 1000
-            store(tmp_path, f"method_number_{index}", scores, settings={"budget": budget}, ratio=ratio)
-    made = figure_of(panel_of(tmp_path))
-    for axes in made.axes:
-        boxes = boxes_of(axes)
-        assert all(box.x1 < made.bbox.x1 and box.y0 > 0 for box in boxes) and not overlap(boxes)
-    assert sum(len(axes.texts) for axes in made.axes[1:]) == 20
-
-
 def test_names_of_the_best_estimates_are_short():
     """Beside a point there is room for the method and its values only."""
     labels = ["full", "snapkv budget=0.25", "diffkv alpha_h=5.0 alpha_l=0.02", "full batch 8"]
@@ -357,18 +285,6 @@ def test_lines_join_runs_that_differ_in_numbers_only(tmp_path):
     assert held == {"kivi": [0.5], "snapkv fp16": [0.5, 0.7], "snapkv k8v4": [0.6]}
 
 
-@pytest.mark.parametrize("kinds", [1, 7], ids=["one panel", "several"])
-def test_no_name_is_cut_off_at_the_edge(tmp_path, kinds):
-    """A long name makes the picture wider, in both kinds of panels."""
-    for place in range(2 * kinds):
-        words = {"variant": f"window_of_the_last_queries_{place}", "budget": 0.5}
-        store(tmp_path, "kv_compress", SCORES, settings=words, ratio=0.3 + place / 100)
-    for layout in frontier_figure.LAYOUTS:
-        made = figure_of(panel_of(tmp_path), layout)
-        assert len(made.axes) > 1 or kinds == 1 or layout == "one"
-        assert max(box.x1 for axes in made.axes for box in boxes_of(axes)) <= made.bbox.x1
-
-
 def test_a_method_has_one_colour_in_every_picture(sweep):
     """In small panels every method has its colour, whatever else is drawn; in one panel every kind has."""
     panel = panel_of(sweep)
@@ -405,117 +321,6 @@ def test_no_colour_is_twice_in_a_panel(tmp_path):
     for _, methods in parts:
         colours = [method_style(method)[0] for method in methods]
         assert len(set(colours)) == len(colours)
-
-
-@pytest.mark.parametrize("width", [None, 3.3], ids=["as it comes", "a column"])
-def test_one_panel_names_every_setting_at_its_point(sweep, width):
-    """No name covers another or is cut, whatever the width, also of points that coincide; the legend is one line."""
-    scores = flips(SCORES, 2, 1)
-    for method in ("twin_a", "twin_b"):
-        store(sweep, method, scores, ratio=0.45)
-    made = figure_of(panel_of(sweep), "one", Look(width=width))
-    (axes,) = made.axes
-    assert made.get_figwidth() == pytest.approx(width or 6.4)
-    names = {text.get_text(): Text.get_window_extent(text) for text in axes.texts if text.get_text()}
-    assert set(names) == {"close", "dear", "fp8", "full", "good 0.2", "good 0.4", "twin_a", "twin_b"}
-    for one, two in itertools.combinations(names.values(), 2):
-        across = min(one.x1, two.x1) - max(one.x0, two.x0)
-        assert across < 1 or min(one.y1, two.y1) - max(one.y0, two.y0) < 1
-    legend = axes.get_legend()
-    every = [*names.values(), axes.xaxis.label.get_window_extent(), axes.yaxis.label.get_window_extent()]
-    for box in (*every, *(text.get_window_extent() for text in made.texts), legend.get_window_extent()):
-        assert box.x0 >= 0 and box.x1 <= made.bbox.x1 + 1 and box.y0 >= -1 and box.y1 <= made.bbox.y1 + 1
-    if width is None:
-        heights = {round(text.get_window_extent().y0) for text in legend.get_texts()}
-        assert len(heights) == 1
-
-
-@pytest.mark.parametrize("number", [CROWD - 1, CROWD])
-def test_a_crowd_on_one_spot_shares_a_text(tmp_path, number):
-    """Points that cover one another have a name each up to a few, and one text for all names from there on."""
-    store(tmp_path, "full", SCORES, ratio=1.0)
-    names = [f"kind_{index}" for index in range(number)]
-    for index, name in enumerate(names):
-        store(tmp_path, name, flips(SCORES, 30, 0), ratio=0.5 + 0.001 * index)
-    (axes,) = figure_of(panel_of(tmp_path), "one").axes
-    found = sorted(text.get_text() for text in axes.texts)
-    assert found == ["full", *(names if number < CROWD else ["kind_0, kind_1, kind_2,\nkind_3"])]
-
-
-def test_names_sizes_and_whiskers_of_a_picture_are_settings(sweep, tmp_path, monkeypatch, capsys):
-    """Labels of methods and of settings, widths and whiskers reach the picture; what is out of range is named."""
-    seen = []
-    monkeypatch.setattr(frontier_figure, "render", lambda *args, **named: seen.append(named["look"]) or b"")
-    words = ["report", "view=pareto", f"results_dir={sweep}", f"out={tmp_path}", "kinds=[pdf]", "resamples=100"]
-    wanted = ["figure.width=3.3", "figure.size=8", "figure.whiskers=all", 'labels.good="Good (ours)"']
-    assert main([*words, *wanted]) == 0
-    assert (seen[0].width, seen[0].size, seen[0].whiskers) == (3.3, 8, "all")
-    assert seen[0].name("good budget=0.4") == "Good (ours) 0.4" and seen[0].name("dear") == "dear"
-    assert Look(labels={"good budget=0.4": "Ours"}).name("good budget=0.4") == "Ours"
-    for word, named in (("figure.width=0", "figure.width"), ("figure.whiskers=most", "figure.whiskers")):
-        assert main([*words, word]) == 2
-        assert named in capsys.readouterr().err
-    bars = {kind: len(figure_of(panel_of(sweep), "one", Look(whiskers=kind)).axes[0].collections) for kind in WHISKERS}
-    assert bars["none"] == 0 < bars["frontier"] < bars["all"]
-
-
-def test_many_settings_have_small_panels(tmp_path, monkeypatch):
-    """Up to `MOST` runs stand in one panel, and more in small ones; the setting chooses otherwise."""
-    few = {"a": [1] * 6, "b": [1] * 8}
-    for index in range(MOST + 1):
-        store(tmp_path, f"method_{index}", flips(few, 1, 0), ratio=0.3 + index / 100)
-    many, less = panel_of(tmp_path), panel_of(tmp_path, "methods=[method_1*]")
-    drawn = []
-    for name, draw in dict(frontier_figure.LAYOUTS).items():
-
-        def noted(drawing, look, name=name, draw=draw):
-            drawn.append(name)
-            return draw(drawing, look)
-
-        monkeypatch.setitem(frontier_figure.LAYOUTS, name, noted)
-    for panel, layout in ((many, None), (less, None), (many, "one"), (less, "panels")):
-        assert frontier_figure.render(panel, "resident", "png", layout)
-    assert drawn == ["panels", "one", "one", "panels"]
-
-
-def test_a_few_runs_have_one_panel_that_names_all(sweep):
-    """The same points are not drawn again in panels of their own: one panel as wide as the picture names every method,
-    also those that are beaten, and the foot speaks of no other panel."""
-    made = figure_of(panel_of(sweep))
-    (axes,) = made.axes
-    assert sorted(text.get_text() for text in axes.texts) == ["close", "dear", "fp8", "full", "good"]
-    boxes = boxes_of(axes)
-    assert all(box.x1 <= made.bbox.x1 for box in boxes) and not overlap(boxes)
-    assert axes.bbox.width > 0.6 * made.bbox.width
-    assert not any("First panel" in text.get_text() for text in made.texts)
-    for method in ("snapkv", "expected_attention"):
-        store(sweep, method, SCORES)
-    assert method_style("snapkv")[0] == method_style("expected_attention")[0]
-    assert len(figure_of(panel_of(sweep)).axes) > 1  # of which no two methods may share a colour
-
-
-def test_long_names_stay_inside_the_picture_of_a_column(tmp_path):
-    """layout=one takes the width that its names need, and the panel keeps its own."""
-    widths = []
-    for folder, name in (("short", "snap"), ("long", "a_method_with_a_long_name_and_more_$words$")):
-        store(tmp_path / folder, "full", SCORES, ratio=1.0)
-        store(tmp_path / folder, name, flips(SCORES, 10, 0), ratio=0.25)
-        (axes,) = figure_of(panel_of(tmp_path / folder), "one").axes
-        boxes = boxes_of(axes)
-        assert boxes and all(box.x1 < axes.figure.bbox.x1 for box in boxes)
-        widths.append(axes.get_window_extent().width)
-    assert widths[0] == pytest.approx(widths[1])
-
-
-def test_vector_pictures_are_the_same_twice(sweep, tmp_path, capsys):
-    """layout=one writes a PDF that is one page of vectors; the same results give the same bytes."""
-    for name in ("x", "y"):
-        words = ["layout=one", "kinds=[pdf]", f"out={tmp_path / name}", "resamples=300"]
-        assert main(["pareto", f"results_dir={sweep}", *words]) == 0
-    first, second = (path.read_bytes() for path in sorted(tmp_path.glob("?/toy_tiny_resident_one.pdf")))
-    assert first == second and first.startswith(b"%PDF") and b"/Subtype /Image" not in first
-    assert main(["pareto", f"results_dir={sweep}", "layout=two"]) == 2
-    assert "layout=two does not exist. Known: one, panels" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("width", [64, 80, 120])
