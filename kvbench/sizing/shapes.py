@@ -3,6 +3,7 @@
 A preset of config/shapes.yaml, or a run's reading of a config.json or of the header of a GGUF file.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -57,6 +58,10 @@ class NamedShape:
     def path(self) -> str:
         """Value for `model.path` of a run: the file, the folder, or the name of the page."""
         return self.source.removesuffix(", the header").removesuffix("/config.json")
+
+    def is_called(self, name: str) -> bool:
+        """True for a name of this model, as a run or its owner writes it."""
+        return name == self.name or preset_of(name) is self
 
     @property
     def weights_bytes(self) -> int | None:
@@ -159,6 +164,16 @@ def presets() -> dict[str, NamedShape]:
     return {name: sized(name, **shape) for name, shape in known.items() if shape["source"]}
 
 
+def preset_of(name: str) -> NamedShape | None:
+    """The shape of a known model, whatever the case, hyphens, owner or ending (`-Instruct`) of its name, or None."""
+    return presets().get(name) or {_letters(each): shape for each, shape in presets().items()}.get(_letters(name))
+
+
+def _letters(name: str) -> str:
+    letters = re.sub("[-_]", " ", name.lower().rpartition("/")[2])
+    return re.sub(" (instruct|it|chat)$", "", letters).replace(" ", "")
+
+
 def find_shape(model: object) -> NamedShape:
     """Find the shape that `model=` of the command `bytes` names: a preset, a config.json, its folder, or a .gguf file.
 
@@ -174,6 +189,8 @@ def find_shape(model: object) -> NamedShape:
         path = path.parent
     file = path if path.suffix.lower() == ".gguf" else path / "config.json"
     if not file.is_file():
+        if known := preset_of(name):
+            return known
         error = unknown_name("model", name, presets())
         raise NameUnknown(
             f"{error} A config.json, a folder that holds one, and a .gguf file are taken too.", setting="model"

@@ -20,7 +20,7 @@ from kvbench.errors import UnsupportedModel
 from kvbench.kernels.operands import Window
 from kvbench.models.checkpoint import config_of, outline_of
 from kvbench.models.random_weights import presets as random_presets
-from kvbench.sizing.shapes import NamedShape, find_shape, presets
+from kvbench.sizing.shapes import NamedShape, find_shape, preset_of, presets
 
 LENGTH = 200_000  # beyond every window
 FORMS = {"whole": False, "difference": True}
@@ -28,6 +28,23 @@ FORMS = {"whole": False, "difference": True}
 MISREAD = ("gemma2", "gemma3", "gemma3_text", "cohere2", "gemma4_text", "granite_swa", "llama4_text", "laguna")
 OTHERS = ("bert", "bloom", "deepseek_v3", "llama", "mistral", "xlstm", "zamba")
 PUBLISHED = yaml.safe_load((Path(__file__).with_name("published.yaml")).read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [
+        ("gemma3-270m", "gemma3-270m"),
+        ("gemma-3-270m", "gemma3-270m"),
+        ("google/gemma-3-270m-it", "gemma3-270m"),
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama3.1-8b"),
+        ("Qwen2.5-Coder-0.5B", "qwen2.5-coder-0.5b"),
+    ],
+)
+def test_a_model_has_one_shape_however_its_name_is_written(name, preset):
+    """A run's name, the hub's and that of the list; another ending is another model."""
+    shape = presets()[preset]
+    assert find_shape(name) is shape and shape.is_called(name) and not presets()["llama3-70b"].is_called(name)
+    assert preset_of(f"{name}-other") is None
 
 
 def written(config, folder: Path, form: str) -> Path:

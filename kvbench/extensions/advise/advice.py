@@ -16,7 +16,7 @@ from kvbench.extensions.advise import shipped
 from kvbench.extensions.advise.named import NamedMethod, method_of, stored_method
 from kvbench.results.measures import FIDELITY, SCORE, Measure
 from kvbench.sizing.projection import Projection
-from kvbench.sizing.shapes import NamedShape, presets
+from kvbench.sizing.shapes import NamedShape, preset_of
 from kvbench.sizing.stored import changed_settings, tier_shares, usual_settings
 
 ADVISED, ELSEWHERE, OPEN, UNMEASURED = "advised", "other model", "cannot tell", "not measured"
@@ -101,7 +101,7 @@ def counts(quality: Quality, target: Target) -> bool:
     """
     if quality.same_model:
         return True
-    known = presets().get(quality.model)
+    known = preset_of(quality.model)
     mine, theirs = target.shape.parameters, known.parameters if known else None
     if mine is None or theirs is None or target.context_tokens > NEAR * quality.longest_tokens:
         return False
@@ -246,7 +246,7 @@ def gather(
             advice[key].runs.append(run)
             if row := quality.get(run.name):
                 longest = max((record["num_prompt_tokens"] for record in run.samples.values()), default=0)
-                where = {"task": group.task, "model": group.model, "same_model": group.model == target.shape.name}
+                where = {"task": group.task, "model": group.model, "same_model": target.shape.is_called(group.model)}
                 where["study"] = str(cfg.results_dir) if is_study else ""
                 advice[key].quality.append(
                     _quality(row, target.margin, whose=STUDY if is_study else HERE, longest_tokens=longest, **where)
@@ -283,7 +283,7 @@ def of_study(row: shipped.StudyLoss, what: Measure, target: Target) -> Quality:
         task=row.task,
         model=row.model,
         whose=STUDY,
-        same_model=row.model == target.shape.name,
+        same_model=target.shape.is_called(row.model),
         lost=sign * row.difference,
         least=least,
         most=most,
