@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvbench.errors import SettingValue
+from kvbench.models.names import check_device_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -107,21 +108,12 @@ def _device(name: str, in_list: bool = False) -> torch.device:
     """One device that exists here."""
     if name == "auto" and not in_list:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise SettingValue(
-            f"model.device={name} is no device; use auto, cpu, cuda or cuda:N, or a list such as [cuda:0,cuda:1].",
-            setting="model.device",
-        ) from error
+    check_device_name(name, in_list)
+    device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise SettingValue(
             f"model.device={name}: torch {torch.__version__} sees {torch.cuda.device_count()} CUDA or ROCm devices "
             "here; use model.device=cpu or auto.",
             setting="model.device",
-        )
-    if device.type not in ("cpu", "cuda"):
-        raise SettingValue(
-            f"model.device={name} is not supported; use auto, cpu, cuda or cuda:N.", setting="model.device"
         )
     return torch.device("cuda", device.index or 0) if device.type == "cuda" and in_list else device

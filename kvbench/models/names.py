@@ -1,12 +1,13 @@
 """Names that settings of a model may have, which are read without torch."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
 
 from kvbench.config.files import package_folder
-from kvbench.errors import check_name, check_whole
+from kvbench.errors import SettingValue, check_name, check_whole
 
 AUTO = "auto"
 PLAIN, PACKED, STREAMED, FUSED = "plain", "packed", "streamed", "fused"
@@ -24,6 +25,19 @@ def listed_presets() -> dict[str, dict[str, Any]]:
     return {name: shape for name, shape in listed.items() if "weights" in shape}
 
 
+def check_device_name(name: str, in_list: bool = False) -> None:
+    """Refuse text that names no device, `auto` in a list of devices too; whether the device exists is another question.
+
+    Raises:
+        SettingValue: Names the setting and the forms that it may have.
+    """
+    if not re.fullmatch(r"cpu|cuda(:\d+)?" + ("" if in_list else "|auto"), name):
+        raise SettingValue(
+            f"model.device={name} is no device; use auto, cpu, cuda or cuda:N, or a list such as [cuda:0,cuda:1].",
+            setting="model.device",
+        )
+
+
 def check_values(group: Mapping[str, Any]) -> None:
     """Refuse names in the `model` group that do not exist, and numbers that are none.
 
@@ -33,6 +47,10 @@ def check_values(group: Mapping[str, Any]) -> None:
     for setting, known in _NAMES.items():
         if group.get(setting) is not None:
             check_name(f"model.{setting}", group[setting], known)
+    device = group.get("device")
+    for name in device if isinstance(device, Sequence) and not isinstance(device, str) else [device]:
+        if name is not None:
+            check_device_name(str(name), in_list=name is not device)
     for setting, least in _LEAST.items():
         if group.get(setting) is not None:
             check_whole(f"model.{setting}", group[setting], least, ", or null")

@@ -25,6 +25,8 @@ COMMANDS = (
     "protocol.max_new_tokens=-1",
     "model.dtype=foo",
     "model.linear=foo",
+    "model.device=foo",
+    "model.device=[cpu,auto]",
     "model.max_tokens=abc",
     "model=random model.preset=foo",
     "backend.name=foo",
