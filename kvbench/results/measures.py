@@ -147,8 +147,8 @@ SCORE_TITLES = {"correct": "problems solved", "plus": "problems solved", "base":
 def score(name: str = "score", higher_is_better: bool = True) -> Measure:
     """A score of a task."""
     where: dict[str, Any] = {"numerator": ("scores", name), "in_run": ("metrics", name)}
-    words = {"title": SCORE_TITLES.get(name, name), "short": name}
-    return Measure(name=name, **words, **where, **(_SHARE | {"higher_is_better": higher_is_better}))
+    where |= {"title": SCORE_TITLES.get(name, name), "short": name}
+    return Measure(name=name, **where, **(_SHARE | {"higher_is_better": higher_is_better}))
 
 
 SCORE = score()  # unit and scale of every score
