@@ -205,8 +205,8 @@ def test_a_folder_is_a_shape_and_what_is_neither_is_named(tmp_path):
         assert (found.num_layers, found.num_q_heads, found.num_kv_heads, found.head_dim) == (2, 4, 2, 16)
         assert found.dtype == torch.float16 and shape.is_plain and shape.name == tmp_path.name
         assert shape.path == str(tmp_path) and shape.context == 2048
-    with refused("name-unknown", "model", "model=llama-3-8b", "mean llama3-8b", "config.json"):
-        find_shape("llama-3-8b")
+    with refused("name-unknown", "model", "model=llama3-8", "mean llama3-8b", "config.json"):
+        find_shape("llama3-8")
 
 
 @pytest.mark.parametrize(
