@@ -50,7 +50,6 @@ SHORT = {
 }
 BRIEF = [
     "engine_format pre_rope=True tier=q4_0 store.rotation=off store.key_offset=bias",
-    "engine_format tier=q4_0 store.rotation=off store.key_offset=prompt",
     "engine_format tier=q4_0 store.rotation=off",
     "diffkv",
     "kivi bits=2",
@@ -97,7 +96,7 @@ def _cells(group: str, one: StoredRun, metric: str, by_hash: dict, answers: pd.D
         "metric": metric,
         "answers": len(mine),
         "total": one.record.counts.total,
-        "value": values.mean(),
+        "value": values.groupby(mine["subset"]).mean().mean(),
         "bytes": mine["resident_bytes"].sum() / mine["fp16_bytes"].sum(),
         "prompt_tokens": mine["num_prompt_tokens"].median(),
         **{key: row.get(key, "") for key in PAIRED},
