@@ -71,7 +71,7 @@ def pack(source: Path, to: Path = STUDY, states: Sequence[str] = ("complete",)) 
             session["command"] = [word for word in session["command"] if not _is_path(word.partition("=")[2])]
         config = yaml.safe_load((folder / "config.yaml").read_text())
         write_atomic(target / f"samples.jsonl{PACKED}", lzma.compress(lines, preset=9 | lzma.PRESET_EXTREME))
-        write_atomic(target / "run.json", json.dumps(stored, indent=2, allow_nan=False).encode() + b"\n")
+        write_atomic(target / "run.json", json.dumps(stored, separators=(",", ":"), allow_nan=False).encode() + b"\n")
         write_atomic(target / "config.yaml", yaml.safe_dump(_without_paths(config), sort_keys=False).encode())
 
 
