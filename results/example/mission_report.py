@@ -8,7 +8,10 @@ A study that is under way has what is there: every row names its number of probl
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from itertools import product
+from math import inf
 from pathlib import Path
+from statistics import median
 
 import pandas as pd
 from benchmarks import DIFFERENCE, rows_of, shown, words
@@ -20,8 +23,11 @@ from kvbench.cli.commands import compose_command
 from kvbench.cli.main import main as kvbench
 from kvbench.evidence.load import StoredRun, find_runs, load_groups
 from kvbench.show.terminal import p_text
+from kvbench.stats.intervals import estimate
+from kvbench.stats.paired import paired
 
 METRICS = ("score", "kl", "kl_new")  # a run that was stopped has its score by the name of the task's measure alone
+POINTS = ("difference", "difference_low", "difference_high")
 PAIRED = "n of difference low high lost gained p p_holm".split()
 # Pictures of each benchmark: name -> methods, and the least share of the problems that a setting has answers to. A
 # picture has the problems that all its settings have, so one that was stopped early would leave few.
@@ -59,6 +65,11 @@ BRIEF = [
     "random budget=50%seen",
 ]
 TITLES = {"humaneval_plus": "HumanEval+", "gsm8k": "GSM8K", "math500": "MATH-500", "longbench": "LongBench"}
+# Formats of 4 bits and their repairs, and prompts by their tokens: task -> more than, at most.
+REPAIRED = [name for name in SHORT if name.startswith(("int4", "engine_format"))]
+BANDS = dict.fromkeys(("humaneval_plus", "gsm8k", "math500"), ((0, inf),))
+WHOLE, CUT = (0, 6143), (6143, inf)  # of LongBench: what is longer than 6,144 tokens loses its middle
+BANDS["longbench"] = ((0, 3500), (3500, 6143), CUT, WHOLE)
 USUAL = 0.8  # of the most problems that a setting has: a benchmark's heading has the numbers from here on
 LABELS = ("labels.engine_format=q4_0", "figure.width=7")
 
@@ -104,6 +115,36 @@ def _cells(group: str, one: StoredRun, metric: str, by_hash: dict, answers: pd.D
     }
 
 
+def by_length(study: Path) -> pd.DataFrame:
+    """A row for each setting and band of prompt lengths: KL of the gold answer, and the difference of the score."""
+    found = []
+    for group in load_groups(compose_command("compare", [f"results_dir={study}"])):
+        if group.task not in BANDS or "query_aware=False" in group.title:
+            continue
+        name = MEASURES[group.task]
+        full = next(one.samples for one in group.runs if words(one) == "full")
+        for one, (least, most) in product(group.runs, BANDS[group.task]):
+            here = {key: sample for key, sample in full.items() if least < sample["num_prompt_tokens"] <= most}
+            both = [(one.samples[key], here[key]) for key in here if key in one.samples]
+            kls = [mine["fidelity"]["kl_mean"] for mine, _ in both]
+            kl = estimate({"": [value for value in kls if value is not None]}, bounds=(0, inf))
+            score = paired({"": [(mine["scores"][name], theirs["scores"][name]) for mine, theirs in both]})
+            difference = score.estimate() if score else None
+            tokens = median(sample["num_prompt_tokens"] for sample in here.values())
+            row = {
+                "task": group.task,
+                "least": least,
+                "most": most,
+                "tokens": tokens,
+                "run": words(one),
+                "n": len(both),
+            }
+            row |= {"kl": kl.value, "kl_low": kl.low, "kl_high": kl.high}
+            row |= {key: getattr(difference, key.partition("_")[2] or "value", "") for key in POINTS}
+            found.append(row)
+    return pd.DataFrame(found)
+
+
 def pictures(study: Path, folder: Path) -> None:
     """The frontiers of each benchmark, methods and formats apart."""
     for task, model in sorted({(one.task, one.model) for _, one in find_runs(study, {})}):
@@ -146,8 +187,37 @@ def tables() -> Iterator[tuple[str, str]]:
     for title, runs in groups.items():
         lines = sorted(runs.values(), key=lambda own: -float(own["score"]["difference"] or 1))
         yield f"mission: {title}", markdown(headings.split("|"), map(_line, lines))
+    yield "mission: length", _lengths()
+    yield "mission: cut", _cut()
     yield "mission in short", _short(groups, list(SHORT))
     yield "mission in brief", _short(groups, BRIEF)
+
+
+def _lengths() -> str:
+    """KL of each format and repair, a column for each band of prompt lengths, shortest prompts first."""
+    rows = [row for row in rows_of("mission_lengths") if _band(row) != WHOLE]
+    bands = {(row["task"], *_band(row)): float(row["tokens"]) for row in rows}
+    cells = {(row["run"], row["task"], *_band(row)): shown(row, ("kl", "kl_low", "kl_high"), 1, ".3f") for row in rows}
+    order = sorted(bands, key=lambda band: bands[band])
+    heads = [f"{TITLES[band[0]]}, median {bands[band]:,.0f} tokens" for band in order]
+    lines = ([SHORT[name], *(cells.get((name, *band), "") for band in order)] for name in REPAIRED)
+    return markdown(["setting", *heads], lines)
+
+
+def _cut() -> str:
+    """Differences of LongBench's scores, of prompts that were read whole and of those that lost their middle."""
+    rows = [row for row in rows_of("mission_lengths") if row["task"] == "longbench" and row["run"] in SHORT]
+    cells = {(row["run"], _band(row)): (row["n"], shown(row, POINTS, form="+.1f")) for row in rows}
+    heads = [
+        f"{name}, n={max(int(n) for (_, at), (n, _) in cells.items() if at == band)}"
+        for name, band in (("whole", WHOLE), ("cut to 6,144 tokens", CUT))
+    ]
+    lines = ([SHORT[run], *(cells[run, band][1] for band in (WHOLE, CUT))] for run in SHORT if (run, CUT) in cells)
+    return markdown(["setting", *heads], lines)
+
+
+def _band(row: dict) -> tuple[float, float]:
+    return float(row["least"]), float(row["most"])
 
 
 def _short(groups: dict[str, dict[str, dict[str, dict]]], settings: Sequence[str]) -> str:
@@ -196,6 +266,7 @@ def main(study: Path) -> None:
     """Make everything."""
     if study.is_dir():
         write(HERE / "mission.csv", compared(study))
+        write(HERE / "mission_lengths.csv", by_length(study))
         with tempfile.TemporaryDirectory() as name:
             pictures(study, Path(name))
     renew(tables())
