@@ -255,7 +255,7 @@ def _line(own: dict[str, dict]) -> list[str]:
     paired = ["", "", "", ""]  # the full cache is compared with nothing
     if score["difference"]:
         changed = f"{float(score['lost']):.0f}, {float(score['gained']):.0f}"
-        p = p_text(float(score["p_holm"]))
+        p = p_text(float(score["p_holm"])) if score["p_holm"] else ""  # of one pair there is none
         paired = [f"{float(score['n']):.0f}", shown(score, DIFFERENCE, form="+.1f"), p, changed]
     nats = [f"{float(row['value']):.3f}" if row.get("value") else "" for row in (kl, new)]
     percent = [f"{100 * float(score[name]):.1f}" for name in ("bytes", "value")]
