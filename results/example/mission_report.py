@@ -24,10 +24,9 @@ from kvbench.cli.main import main as kvbench
 from kvbench.evidence.load import StoredRun, find_runs, load_groups
 from kvbench.show.terminal import p_text
 from kvbench.stats.intervals import estimate
-from kvbench.stats.paired import paired
+from kvbench.stats.paired import paired_difference
 
 METRICS = ("score", "kl", "kl_new")  # a run that was stopped has its score by the name of the task's measure alone
-POINTS = ("difference", "difference_low", "difference_high")
 PAIRED = "n of difference low high lost gained p p_holm".split()
 # Pictures of each benchmark: name -> methods, and the least share of the problems that a setting has answers to. A
 # picture has the problems that all its settings have, so one that was stopped early would leave few.
@@ -68,7 +67,7 @@ TITLES = {"humaneval_plus": "HumanEval+", "gsm8k": "GSM8K", "math500": "MATH-500
 # Formats of 4 bits and their repairs, and prompts by their tokens: task -> more than, at most.
 REPAIRED = [name for name in SHORT if name.startswith(("int4", "engine_format"))]
 BANDS = dict.fromkeys(("humaneval_plus", "gsm8k", "math500"), ((0, inf),))
-WHOLE, CUT = (0, 6143), (6143, inf)  # of LongBench: what is longer than 6,144 tokens loses its middle
+WHOLE, CUT = (0, 6143), (6143, inf)  # of LongBench: what is cut has 6,144 tokens and its template's
 BANDS["longbench"] = ((0, 3500), (3500, 6143), CUT, WHOLE)
 USUAL = 0.8  # of the most problems that a setting has: a benchmark's heading has the numbers from here on
 LABELS = ("labels.engine_format=q4_0", "figure.width=7")
@@ -119,8 +118,6 @@ def by_length(study: Path) -> pd.DataFrame:
     """A row for each setting and band of prompt lengths: KL of the gold answer, and the difference of the score."""
     found = []
     for group in load_groups(compose_command("compare", [f"results_dir={study}"])):
-        if group.task not in BANDS or "query_aware=False" in group.title:
-            continue
         name = MEASURES[group.task]
         full = next(one.samples for one in group.runs if words(one) == "full")
         for one, (least, most) in product(group.runs, BANDS[group.task]):
@@ -128,20 +125,11 @@ def by_length(study: Path) -> pd.DataFrame:
             both = [(one.samples[key], here[key]) for key in here if key in one.samples]
             kls = [mine["fidelity"]["kl_mean"] for mine, _ in both]
             kl = estimate({"": [value for value in kls if value is not None]}, bounds=(0, inf))
-            score = paired({"": [(mine["scores"][name], theirs["scores"][name]) for mine, theirs in both]})
-            difference = score.estimate() if score else None
+            score = paired_difference({"": [(mine["scores"][name], theirs["scores"][name]) for mine, theirs in both]})
             tokens = median(sample["num_prompt_tokens"] for sample in here.values())
-            row = {
-                "task": group.task,
-                "least": least,
-                "most": most,
-                "tokens": tokens,
-                "run": words(one),
-                "n": len(both),
-            }
-            row |= {"kl": kl.value, "kl_low": kl.low, "kl_high": kl.high}
-            row |= {key: getattr(difference, key.partition("_")[2] or "value", "") for key in POINTS}
-            found.append(row)
+            row = {"task": group.task, "least": least, "most": most, "tokens": tokens, "run": words(one)}
+            row |= {"n": len(both), "kl": kl.value, "kl_low": kl.low, "kl_high": kl.high}
+            found.append(row | {"difference": score.value, "low": score.low, "high": score.high})
     return pd.DataFrame(found)
 
 
@@ -207,7 +195,7 @@ def _lengths() -> str:
 def _cut() -> str:
     """Differences of LongBench's scores, of prompts that were read whole and of those that lost their middle."""
     rows = [row for row in rows_of("mission_lengths") if row["task"] == "longbench" and row["run"] in SHORT]
-    cells = {(row["run"], _band(row)): (row["n"], shown(row, POINTS, form="+.1f")) for row in rows}
+    cells = {(row["run"], _band(row)): (row["n"], shown(row, DIFFERENCE, form="+.1f")) for row in rows}
     heads = [
         f"{name}, n={max(int(n) for (_, at), (n, _) in cells.items() if at == band)}"
         for name, band in (("whole", WHOLE), ("cut to 6,144 tokens", CUT))
@@ -255,7 +243,7 @@ def _line(own: dict[str, dict]) -> list[str]:
     paired = ["", "", "", ""]  # the full cache is compared with nothing
     if score["difference"]:
         changed = f"{float(score['lost']):.0f}, {float(score['gained']):.0f}"
-        p = p_text(float(score["p_holm"])) if score["p_holm"] else ""  # of one pair there is none
+        p = p_text(float(score["p_holm"])) if score["p_holm"] else ""  # a run that is under way may have none
         paired = [f"{float(score['n']):.0f}", shown(score, DIFFERENCE, form="+.1f"), p, changed]
     nats = [f"{float(row['value']):.3f}" if row.get("value") else "" for row in (kl, new)]
     percent = [f"{100 * float(score[name]):.1f}" for name in ("bytes", "value")]
