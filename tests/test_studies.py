@@ -10,6 +10,7 @@ from collections import Counter
 from functools import cache
 from statistics import fmean
 
+import pandas as pd
 import pytest
 from places import ROOT, need_extension
 from stored import flips, store, yes_no
@@ -237,6 +238,18 @@ def test_the_benchmarks_are_those_of_the_samples():
             assert (int(stored["lost"]), int(stored["gained"])) == (row.num_lost, row.num_gained)
             assert float(stored["p_holm"]) >= row.p - 1e-12 and int(stored["n"]) == row.pairs.num_samples
             assert float(stored["longer"]) == pytest.approx(row.longer.value)
+
+
+@need_extension("papers")
+def test_the_table_of_benchmarks_is_made_again(tmp_path, monkeypatch):
+    """`make findings` makes the committed rows of a model again, of every metric."""
+    module, model = script("benchmarks"), "qwen2.5-coder-1.5b"
+    monkeypatch.setattr(module, "HERE", tmp_path)
+    monkeypatch.setattr(module, "models", lambda: [model])
+    module.runs(tmp_path)
+    stored = pd.read_csv(EXAMPLE / "benchmarks.csv")
+    stored = stored[stored["model"] == model].reset_index(drop=True)
+    pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "benchmarks.csv"), stored, rtol=1e-9)
 
 
 @need_extension("papers")

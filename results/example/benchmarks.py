@@ -38,10 +38,11 @@ from kvbench.sizing.stored import changed_settings
 from kvbench.stats.repetition import ends_in_loop
 
 STUDY = HERE / "benchmarks"
-STUDIES = (STUDY, HERE / "mission")  # the second one is docs/study.md's
-METRICS = ("score", "nll", "kl", "kl_new", "top1")
+METRICS = ("score", "nll", "kl", "top1")
 OWN = ("index", "task_id", "level", "subject")  # of a sample's facts; the others may be the benchmark's text
 LEFT = ("gold", "drift")  # of a sample's entries: the right answer's text, and what no table has
+ROUNDED = ("fidelity", "ledger", "kept", "timing")  # of them, to DIGITS: float32 has seven
+DIGITS = 6
 THERE = {"length": 512}  # of the small study's questions those that are the nearest to the benchmarks'
 HELD = ("rotation", "key_offset")  # settings of the store that tell runs apart
 NAMED = ("budget", "bits")  # settings that stand beside a method even where they are its configuration's
@@ -66,7 +67,7 @@ def pack(source: Path, to: Path = STUDY, states: Sequence[str] = ("complete",)) 
         )
         target = to / folder.relative_to(source)
         target.mkdir(parents=True, exist_ok=True)
-        stored = json.loads((folder / "run.json").read_text())
+        stored = json.loads((folder / "run.json").read_text()) | {"drift": []}
         for session in stored["sessions"]:
             session["command"] = [word for word in session["command"] if not _is_path(word.partition("=")[2])]
         config = yaml.safe_load((folder / "config.yaml").read_text())
@@ -80,13 +81,19 @@ def _own(record: Any) -> Any:
 
     Answers repeat the problem, so of one that ends in a loop only the equality of tokens is kept, of others the length.
     """
-    kept = {name: value for name, value in record.items() if name not in LEFT}
+    kept = {name: _rounded(value) if name in ROUNDED else value for name, value in record.items() if name not in LEFT}
     facts = {name: value for name, value in record["meta"].items() if name in OWN}
     tokens, first = record["token_ids"], dict[int, int]()
     if not ends_in_loop(tokens):
         tokens = range(len(tokens))
     tokens = [first.setdefault(token, len(first)) for token in tokens]
     return kept | {"prompt": record["prompt"] | {"tail": ""}, "meta": facts, "text": "", "token_ids": tokens}
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(one) for key, one in value.items()}
+    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
 
 
 def _is_path(value: object) -> bool:
@@ -110,21 +117,19 @@ def words(one: StoredRun) -> str:
     )
 
 
-def families() -> list[tuple[Path, str, str]]:
-    """Study, tasks and models of each family of Holm's correction: a model, and in the mission's study a benchmark."""
-    first = sorted({(STUDY, "tasks=*", f"models={path.name}") for path in STUDY.glob("*/*")})
-    places = sorted(STUDIES[1].glob("*/*"))
-    return [*first, *((STUDIES[1], f"tasks={path.parent.name}", f"models={path.name}") for path in places)]
+def models() -> list[str]:
+    """Models of the study."""
+    return sorted({path.name for path in STUDY.glob("*/*")})
 
 
 def runs(folder: Path) -> None:
     """Every run by every measure, as its record and `compare` have it."""
     found = []
-    for (study, *family), metric in product(families(), METRICS):
-        asked = [f"metric={metric}", *family]
-        run("compare", *asked, "regressions=0", f"out={folder / 'compare.csv'}", study=study)
+    for model, metric in product(models(), METRICS):  # each model is a family of Holm's correction
+        asked = [f"metric={metric}", f"models={model}"]
+        run("compare", *asked, "regressions=0", f"out={folder / 'compare.csv'}", study=STUDY)
         beside = {row["hash"]: row for row in read(folder / "compare.csv").to_dict("records")}
-        for group in load_groups(compose_command("compare", [f"results_dir={study}", *asked])):
+        for group in load_groups(compose_command("compare", [f"results_dir={STUDY}", *asked])):
             found += [_cells(group, one, metric, beside.get(one.record.hash[:12], {})) for one in group.runs]
     write(HERE / "benchmarks.csv", pd.DataFrame(found))
 
