@@ -165,7 +165,7 @@ def pictures(folder: Path) -> None:
     for path in sorted(STUDY.glob("*/*")):
         task, model = path.relative_to(STUDY).parts
         asked = [f"tasks={task}", f"models={model}", "axes=[resident]", "kinds=[png]", f"out={folder / task / model}"]
-        run("pareto", *asked, study=STUDY)
+        run("report", "view=pareto", *asked, study=STUDY)
         picture(next((folder / task / model).glob("*_resident.png")), HERE / f"pareto_{task}_{model}.png")
 
 

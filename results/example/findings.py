@@ -76,7 +76,7 @@ def picture(path: Path, to: Path) -> None:
 
 def frontier(folder: Path) -> None:
     """The frontier by NLL, with its picture."""
-    run("pareto", "metric=nll", "axes=[resident]", "kinds=[png]", f"out={folder}")
+    run("report", "view=pareto", "metric=nll", "axes=[resident]", "kinds=[png]", f"out={folder}")
     table = read(folder / "pareto.csv")
     write(HERE / "pareto.csv", table[table.group.str.contains(MAIN)])
     picture(next(folder.glob("mean*_resident.png")), HERE / "pareto.png")
@@ -102,7 +102,7 @@ def orders(folder: Path) -> None:
     found = []
     for title, words in SETS.items():
         for pair in PAIRS:
-            run("ranks", f"metrics=[{','.join(pair)}]", *words, f"out={folder / 'ranks.csv'}")
+            run("report", "view=ranks", f"metrics=[{','.join(pair)}]", *words, f"out={folder / 'ranks.csv'}")
             rows = read(folder / "ranks.csv")
             each = rows.drop_duplicates("group")[CORRELATION]  # the correlation is the same in all rows of a group
             each.insert(0, "runs", title)
@@ -126,7 +126,7 @@ def equal_bytes(folder: Path) -> None:
 def kinds(folder: Path) -> None:
     """The measure by kind of question."""
     words = [*_EVICTING, f"where={{budget:{KINDS_AT},tier:fp16}}", "metric=partial", "by=subset", "format=csv"]
-    run("table", *words, f"out={HERE / 'kinds.csv'}")
+    run("report", "view=table", *words, f"out={HERE / 'kinds.csv'}")
 
 
 PARTS = {part.__name__: part for part in (frontier, measures, orders, equal_bytes, kinds)}
