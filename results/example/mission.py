@@ -32,7 +32,8 @@ PACKED = HERE / "mission"
 # Answers of every method at each look.
 LOOKS = {"humaneval_plus": (40, 80), "gsm8k": (40, 80), "math500": (35, 70)}
 # Its primary measure, by name: a run that was stopped has none in its record, of which `score` is taken.
-MEASURES = {"humaneval_plus": "plus", "gsm8k": "correct", "math500": "correct", "longbench": "score"}
+MEASURES = {"humaneval_plus": "plus", **dict.fromkeys(("gsm8k", "math500", "aime24"), "correct")}
+MEASURES |= dict.fromkeys(("longbench", "longctx"), "score")
 STOP = 0.005  # at a look, of the p value times the number of methods; what is left of 0.05 is for the end
 FLOOR = 0.1  # of the full cache's score at the first look: below it a benchmark tells nothing of this model
 POLL_S = 15.0

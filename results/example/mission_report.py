@@ -22,6 +22,7 @@ import kvbench as kb
 from kvbench.cli.commands import compose_command
 from kvbench.cli.main import main as kvbench
 from kvbench.evidence.load import StoredRun, find_runs, load_groups
+from kvbench.results.record import RunRecord
 from kvbench.show.terminal import p_text
 from kvbench.stats.intervals import estimate
 from kvbench.stats.paired import paired_difference
@@ -63,33 +64,65 @@ BRIEF = [
     "snapkv budget=50%seen",
     "random budget=50%seen",
 ]
+# Benchmarks of the short table: their names here, and where they are read.
 TITLES = {"humaneval_plus": "HumanEval+", "gsm8k": "GSM8K", "math500": "MATH-500", "longbench": "LongBench"}
+MODEL = "qwen2.5-coder-0.5b"  # of the short tables
+FIDELITY = (
+    "aime24",
+)  # the score is at the floor with this model: what is compared is KL along the full cache's answer
+# Questions of suite=mission-offsets: as they are named here, and as a column's head has it.
+OFFSETS = {
+    "gsm8k with qwen2.5-coder-1.5b": "Qwen2.5-Coder-1.5B, GSM8K",
+    "longctx_512 with smollm2-135m": "SmolLM2-135M, 512 tokens",
+    "longctx_4096 with smollm2-135m": "SmolLM2-135M, 4,096 tokens",
+    "longctx_512 with gemma-3-270m": "Gemma-3-270M, 512 tokens",
+    "longctx_4096 with gemma-3-270m": "Gemma-3-270M, 4,096 tokens",
+}
 # Formats of 4 bits and their repairs, and prompts by their tokens: task -> more than, at most.
 REPAIRED = [name for name in SHORT if name.startswith(("int4", "engine_format"))]
 BANDS = dict.fromkeys(("humaneval_plus", "gsm8k", "math500"), ((0, inf),))
 WHOLE, CUT = (0, 6143), (6143, inf)  # of LongBench: what is cut has 6,144 tokens and its template's
 BANDS["longbench"] = ((0, 3500), (3500, 6143), CUT, WHOLE)
+DRAWN = (*TITLES, "longbench_behind", *FIDELITY)
 USUAL = 0.8  # of the most problems that a setting has: a benchmark's heading has the numbers from here on
 LABELS = ("labels.engine_format=q4_0", "figure.width=7")
 
 
-def measure(task: str, metric: str) -> str:
-    """The name that a metric has for a task."""
-    return MEASURES.get(task, metric) if metric == "score" else metric
+def benchmark(record: RunRecord) -> str:
+    """Name of a run's questions: its task, and what else of them makes answers others."""
+    protocol, name = record.protocol, record.task
+    if not protocol["query_aware"]:
+        name += "_behind"
+    if protocol.get("instruction") == "first":
+        name += "_first"
+    if "length" in protocol:
+        name += f"_{protocol['length']}"
+    return f"{name} with {record.model}"
 
 
-def compared(study: Path) -> pd.DataFrame:
+def parted(study: Path, folder: Path) -> dict[str, Path]:
+    """Benchmark -> folder that has links to its runs alone; each is a family of Holm's correction."""
+    parts = {}
+    for run, record in find_runs(study, {}):
+        part = folder / benchmark(record).replace(" ", "_")
+        link = part / run.relative_to(study)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(run)
+        parts[benchmark(record)] = part
+    return dict(sorted(parts.items()))
+
+
+def compared(parts: dict[str, Path]) -> pd.DataFrame:
     """A row for each setting and metric: the paired difference to the full cache, with bytes and lengths."""
-    answers = kb.load(study, samples=True)
     found = []
-    for (task, model), here in answers.groupby(["task", "model"]):
+    for title, part in parts.items():
+        answers = kb.load(part, samples=True)
+        (group,) = load_groups(compose_command("compare", [f"results_dir={part}"]))
         for metric in METRICS:
-            paired = kb.compare(study, tasks=task, models=model, metric=measure(task, metric), regressions=0)
+            name = MEASURES[group.task] if metric == "score" else metric
+            paired = kb.compare(part, metric=name, regressions=0)
             by_hash = {row["hash"]: row for row in paired.to_dict("records")}
-            for group in load_groups(
-                compose_command("compare", [f"results_dir={study}", f"tasks={task}", f"models={model}"])
-            ):
-                found += [_cells(group.title, one, metric, by_hash, here) for one in group.runs]
+            found += [_cells(title, one, metric, by_hash, answers) for one in group.runs]
     return pd.DataFrame(found)
 
 
@@ -114,51 +147,51 @@ def _cells(group: str, one: StoredRun, metric: str, by_hash: dict, answers: pd.D
     }
 
 
-def by_length(study: Path) -> pd.DataFrame:
+def by_length(parts: dict[str, Path]) -> pd.DataFrame:
     """A row for each setting and band of prompt lengths: KL of the gold answer, and the difference of the score."""
     found = []
-    for group in load_groups(compose_command("compare", [f"results_dir={study}"])):
-        name = MEASURES[group.task]
+    for title, part in parts.items():
+        if (task := title.partition(" ")[0]) not in BANDS:
+            continue
+        (group,) = load_groups(compose_command("compare", [f"results_dir={part}"]))
+        name = MEASURES[task]
         full = next(one.samples for one in group.runs if words(one) == "full")
-        for one, (least, most) in product(group.runs, BANDS[group.task]):
+        for one, (least, most) in product(group.runs, BANDS[task]):
             here = {key: sample for key, sample in full.items() if least < sample["num_prompt_tokens"] <= most}
             both = [(one.samples[key], here[key]) for key in here if key in one.samples]
             kls = [mine["fidelity"]["kl_mean"] for mine, _ in both]
             kl = estimate({"": [value for value in kls if value is not None]}, bounds=(0, inf))
             score = paired_difference({"": [(mine["scores"][name], theirs["scores"][name]) for mine, theirs in both]})
             tokens = median(sample["num_prompt_tokens"] for sample in here.values())
-            row = {"task": group.task, "least": least, "most": most, "tokens": tokens, "run": words(one)}
+            row = {"task": task, "least": least, "most": most, "tokens": tokens, "run": words(one)}
             row |= {"n": len(both), "kl": kl.value, "kl_low": kl.low, "kl_high": kl.high}
             found.append(row | {"difference": score.value, "low": score.low, "high": score.high})
     return pd.DataFrame(found)
 
 
-def pictures(study: Path, folder: Path) -> None:
+def pictures(parts: dict[str, Path], folder: Path) -> None:
     """The frontiers of each benchmark, methods and formats apart."""
-    for task, model in sorted({(one.task, one.model) for _, one in find_runs(study, {})}):
+    for title, part in parts.items():
+        task, _, model = title.split(" ")
+        if task not in DRAWN:
+            continue
         for name, (methods, least) in SHOWN.items():
             drawn = folder / f"{task}_{model}_{name}_runs"
-            for run in _drawn(study, task, model, least):
-                (drawn / run.relative_to(study)).parent.mkdir(parents=True, exist_ok=True)
-                (drawn / run.relative_to(study)).symlink_to(run)
-            asked = [
-                f"tasks={task}",
-                f"models={model}",
-                f"metric={measure(task, 'score')}",
-                f"methods=[{','.join(methods)}]",
-            ]
+            for run in _drawn(part, least):
+                (drawn / run.relative_to(part)).parent.mkdir(parents=True, exist_ok=True)
+                (drawn / run.relative_to(part)).symlink_to(run.resolve())
             out = folder / f"{task}_{model}_{name}"
-            more = ["incomplete=true", "kinds=[png]", "axes=[resident]", f"out={out}", f"results_dir={drawn}", *LABELS]
-            more.append(f"methods=[{','.join(methods)}]")
-            if kvbench(["report", "view=pareto", *asked, *more]):
+            metric = "kl" if task in FIDELITY else MEASURES[task.removesuffix("_behind")]
+            asked = [f"metric={metric}", f"methods=[{','.join(methods)}]", f"out={out}", f"results_dir={drawn}"]
+            if kvbench(["report", "view=pareto", *asked, "incomplete=true", "kinds=[png]", "axes=[resident]", *LABELS]):
                 continue  # nothing of it is there
             for number, path in enumerate(sorted(out.glob("*_resident.png"))):
                 picture(path, HERE / f"mission_{task}_{model}_{name}{number or ''}.png")
 
 
-def _drawn(study: Path, task: str, model: str, least: float) -> Iterator[Path]:
+def _drawn(part: Path, least: float) -> Iterator[Path]:
     """Folders of the runs that answered at least a share of their problems, of several seeds the first."""
-    for folder, record in find_runs(study, {}, ([task], [model], None)):
+    for folder, record in find_runs(part, {}):
         seed = record.identity["method"].get("seed", 0)
         if record.counts.ok >= least * record.counts.total and seed == 0:
             yield folder
@@ -173,12 +206,39 @@ def tables() -> Iterator[tuple[str, str]]:
         "setting|answers|bytes, %|score, %|n|score - full's [95 %]|p (Holm)|lost, gained|KL to full|KL of what is new"
     )
     for title, runs in groups.items():
-        lines = sorted(runs.values(), key=lambda own: -float(own["score"]["difference"] or 1))
-        yield f"mission: {title}", markdown(headings.split("|"), map(_line, lines))
+        if title in OFFSETS:
+            continue
+        if title.partition(" ")[0] in FIDELITY:
+            yield f"mission: {title}", _fidelity(runs)
+        else:
+            lines = sorted(runs.values(), key=lambda own: -float(own["score"]["difference"] or 1))
+            yield f"mission: {title}", markdown(headings.split("|"), map(_line, lines))
+    if groups.keys() & OFFSETS:
+        yield "mission: offsets", _offsets(groups)
     yield "mission: length", _lengths()
     yield "mission: cut", _cut()
     yield "mission in short", _short(groups, list(SHORT))
     yield "mission in brief", _short(groups, BRIEF)
+
+
+def _fidelity(runs: dict[str, dict[str, dict]]) -> str:
+    """KL of each setting along the full cache's answer, least first."""
+    lines = sorted((own for own in runs.values() if own["kl"]["low"]), key=lambda own: float(own["kl"]["difference"]))
+    heads = ["setting", "answers", "bytes, %", "KL [95 %]", "KL of what is new"]
+    return markdown(heads, ([*_line(own)[:3], _nats(own["kl"]), _line(own)[-1]] for own in lines))
+
+
+def _offsets(groups: dict[str, dict[str, dict[str, dict]]]) -> str:
+    """KL of 4-bit formats with and without an offset per prompt, a column for each of `suite=mission-offsets`."""
+    titles = [title for title in OFFSETS if title in groups]
+    most = {title: max(int(own["kl"]["answers"]) for own in groups[title].values()) for title in titles}
+    names = [name for name in REPAIRED if any(name in groups[title] for title in titles)]
+    lines = ([SHORT[name], *(_nats(groups[title].get(name, {}).get("kl")) for title in titles)] for name in names)
+    return markdown(["setting", *(f"{OFFSETS[title]}, n={most[title]}" for title in titles)], lines)
+
+
+def _nats(row: dict | None) -> str:
+    return shown(row, DIFFERENCE, 1, ".3f") if row else ""
 
 
 def _lengths() -> str:
@@ -211,14 +271,14 @@ def _band(row: dict) -> tuple[float, float]:
 def _short(groups: dict[str, dict[str, dict[str, dict]]], settings: Sequence[str]) -> str:
     """Bytes of settings, and their difference to the full cache on every benchmark."""
     columns = []
-    for runs in sorted(
-        groups.values(), key=lambda runs: list(TITLES).index(next(iter(runs.values()))["score"]["task"])
-    ):
+    by_name = {title.partition(" ")[0]: runs for title, runs in groups.items() if title.endswith(MODEL)}
+    for task in TITLES:
+        runs = by_name[task]
         scores = {own["score"]["run"]: own["score"] for own in runs.values()}
         full, most = scores.pop("full"), max(float(score["n"]) for score in scores.values())
         usual = [n for score in scores.values() if (n := float(score["n"])) >= USUAL * most]
         n = f"{most:.0f}" if min(usual) == most else f"{min(usual):.0f} to {most:.0f}"
-        head = f"{TITLES[full['task']]}: full {100 * float(full['value']):.1f} %, n={n}"
+        head = f"{TITLES[task]}: full {100 * float(full['value']):.1f} %, n={n}"
         columns.append((head, scores, USUAL * most))
     rows = []
     for setting in settings:
@@ -252,11 +312,11 @@ def _line(own: dict[str, dict]) -> list[str]:
 
 def main(study: Path) -> None:
     """Make everything."""
-    if study.is_dir():
-        write(HERE / "mission.csv", compared(study))
-        write(HERE / "mission_lengths.csv", by_length(study))
-        with tempfile.TemporaryDirectory() as name:
-            pictures(study, Path(name))
+    with tempfile.TemporaryDirectory() as name:
+        if parts := parted(study, Path(name)):
+            write(HERE / "mission.csv", compared(parts))
+            write(HERE / "mission_lengths.csv", by_length(parts))
+            pictures(parts, Path(name))
     renew(tables())
 
 

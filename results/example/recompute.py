@@ -48,15 +48,20 @@ def bootstrap(groups: list[np.ndarray]) -> Ends:
 
     groups = [group for group in groups if len(group) > 1] or groups
     mean, error = estimate(groups)
+    if not error:  # all alike, as the full cache less itself
+        return mean, mean
     drawn, errors = estimate([group[DRAWS.integers(len(group), size=(10_000, len(group)))] for group in groups])
     low, high = np.quantile(((drawn - mean) / np.where(errors > 0, errors, np.inf))[errors > 0], [0.025, 0.975])
     return mean - high * error, mean - low * error
 
 
-def read(folder: Path) -> Scores:
-    """Subset -> sample -> score by the task's first measure; failed answers are left out."""
-    record = json.loads((folder / "run.json").read_text())
-    name = next((key for key, value in record["metrics"].items() if value["primary"]), "")
+def primary(record: dict) -> str:
+    """Name of the task's first measure, of which a run that was stopped may have no record."""
+    return next((key for key, value in record["metrics"].items() if value["primary"]), "")
+
+
+def read(folder: Path, name: str) -> Scores:
+    """Subset -> sample -> score by a measure; failed answers are left out."""
     found: dict[str, dict[str, list[float]]] = {}
     for line in lzma.decompress((folder / "samples.jsonl.xz").read_bytes()).splitlines():
         one = json.loads(line)
@@ -79,11 +84,16 @@ def line(folder: Path, own: Scores, full: Scores) -> list:
 
 
 def rows(root: Path) -> Iterator[list]:
-    """Cells of all runs below a folder."""
-    for place in sorted(root.glob("*/*")):
-        runs = {folder: read(folder) for folder in sorted(place.glob("*/*")) if (folder / "run.json").is_file()}
-        full = next((own for folder, own in runs.items() if folder.parts[-2] == "full"), {})
-        yield from (line(folder, own, full) for folder, own in runs.items() if own and full)
+    """Cells of all runs below a folder; a run is compared with the full cache under its protocol."""
+    records = {path.parent: json.loads(path.read_text()) for path in sorted(root.glob("*/*/*/*/run.json"))}
+    for folder, record in records.items():
+        alike = (
+            key for key, one in records.items() if key.parts[-2] == "full" and one["protocol"] == record["protocol"]
+        )
+        for full in (key for key in alike if key.parts[-4:-2] == folder.parts[-4:-2]):
+            name = primary(records[full])
+            if (own := read(folder, name)) and (whole := read(full, name)):
+                yield line(folder, own, whole)
 
 
 if __name__ == "__main__":
