@@ -4,7 +4,7 @@ One colour, marker and line per method, names at the lines' ends.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -162,24 +162,25 @@ class Drawing:
         mine = (point for point in self.panel.published if point.method == method)
         return [(p.memory_pct, p.difference * self.scale) for p in mine]
 
-    def limits(self) -> tuple[float, float, float, float]:
-        """Ends of both axes, in shown units, with room for every whisker."""
+    def limits(self, whiskers: Collection[Point] | None = None) -> tuple[float, float, float, float]:
+        """Ends of both axes, in shown units, with room for the whiskers of some points; None = of all."""
         printed = [
             printed_point
             for method in {point.method for point in self.points}
             for printed_point in self.printed(method)
         ]
         xs, ys = zip(*map(self.at, self.points), *printed, strict=True)
-        ends = [*ys, *(end for point in self.points for end in self.whiskers(point)[1])]
+        barred = self.points if whiskers is None else whiskers
+        ends = [*ys, *(end for point in barred for end in self.whiskers(point)[1])]
         ends += [end * self.scale for end in self.panel.band or ()]
         room = 0.05 * (max(ends) - min(ends)) or 0.05 * self.scale
         wide = (max(xs) / min(xs)) ** 0.06 * 1.04
         return min(xs) / wide, max(xs) * wide, min(ends) - room, max(ends) + room
 
 
-def frame(axes: "Axes", drawing: Drawing, most_ticks: int = 6) -> None:
+def frame(axes: "Axes", drawing: Drawing, most_ticks: int = 6, whiskers: Collection[Point] | None = None) -> None:
     """Draw limits, ticks, the full cache's line, its noise band, the FP8 lines and the best estimates."""
-    left, right, bottom, top = drawing.limits()
+    left, right, bottom, top = drawing.limits(whiskers)
     axes.set_xscale("log")
     axes.set_xlim(left, right)
     axes.set_ylim(*((bottom, top) if drawing.panel.what.higher_is_better else (top, bottom)))

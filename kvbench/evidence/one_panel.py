@@ -11,6 +11,7 @@ import numpy as np
 
 from kvbench.config.files import FULL
 from kvbench.evidence.drawing import INK, PALE, Drawing, End, draw_point, frame, lines_of, short_label
+from kvbench.evidence.frontier import Point
 from kvbench.evidence.legends import BEST, DOMINATED, NEAR
 from kvbench.show.picture import BLUE, LINE_HEIGHT, PURPLE, TEAL, VERMILION, method_style, width_in
 
@@ -78,7 +79,7 @@ def one_figure(drawing: Drawing, look: Look) -> "Figure":
     figure = Figure(figsize=(width, height))
     where = (left / width, below / height, 1 - (left + 0.08) / width, 1 - (above + below) / height)
     axes = figure.add_axes(where)
-    frame(axes, drawing)
+    frame(axes, drawing, whiskers=_barred(drawing, look))
     axes.set_xlim(right=axes.get_xlim()[1] * ROOM)
     low, high = axes.get_ylim()
     axes.set_ylim(low - ROOM_Y * (high - low), high + ROOM_Y * (high - low))
@@ -97,17 +98,26 @@ def one_figure(drawing: Drawing, look: Look) -> "Figure":
     return figure
 
 
+def _barred(drawing: Drawing, look: Look) -> list[Point]:
+    """Points whose whiskers are drawn."""
+    if look.whiskers == "none":
+        return []
+    return [
+        point
+        for point in drawing.points
+        if point.method != FULL and (look.whiskers == "all" or drawing.standing.get(point.key) in (BEST, NEAR))
+    ]
+
+
 def _draw(axes: "Axes", drawing: Drawing, look: Look) -> list[End]:
     """Draw the lines and points; gives each point's name and colour."""
-    ends = [("full", drawing.full, "black")] if drawing.full else []
+    ends, barred = [("full", drawing.full, "black")] if drawing.full else [], _barred(drawing, look)
     for line in lines_of(drawing.methods()):
         colour, marker = HUES.get(line.points[0].family, INK), method_style(line.method)[1]
         xs, ys = zip(*map(drawing.at, line.points), strict=True)
         axes.plot(xs, ys, color=colour, linewidth=0.7, alpha=0.5, linestyle=line.style, zorder=3)
         for point in line.points:
-            on_frontier = drawing.standing.get(point.key) in (BEST, NEAR)
-            whole = look.whiskers == "all" or (look.whiskers == "frontier" and on_frontier)
-            draw_point(axes, drawing, point, colour, marker, 4.2, whiskers=whole)
+            draw_point(axes, drawing, point, colour, marker, 4.2, whiskers=point in barred)
             ends.append((look.name(point.label), point, colour))
         for x, y in drawing.printed(line.method):
             axes.plot(x, y, "+", color=colour, markersize=5, markeredgewidth=0.8, alpha=0.9, zorder=2)

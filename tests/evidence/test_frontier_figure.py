@@ -92,6 +92,21 @@ def test_names_sizes_and_whiskers_of_a_picture_are_settings(sweep, tmp_path, mon
     assert bars["none"] == 0 < bars["frontier"] < bars["all"]
 
 
+def test_an_interval_that_is_not_drawn_takes_no_room(tmp_path):
+    """The upright axis ends behind the whiskers that are drawn; a dear, bad point with a wide interval has none."""
+    scores = {"a": [1] * 40}
+    store(tmp_path, "full", scores, ratio=1.0)
+    store(tmp_path, "good", flips(scores, 1, 0), ratio=0.3)
+    store(tmp_path, "bad", flips(scores, 8, 0), ratio=0.6)
+    ends = {}
+    for kind in WHISKERS:
+        axes = figure_of(panel_of(tmp_path), "one", Look(whiskers=kind)).axes[0]
+        ends[kind] = axes.get_ylim()[0]
+        bars = [path.vertices[:, 1].min() for bars in axes.collections for path in bars.get_paths()]
+        assert all(ends[kind] < low for low in bars)
+    assert ends["all"] < ends["frontier"] <= ends["none"]
+
+
 def test_many_settings_have_small_panels(tmp_path, monkeypatch):
     """Up to `MOST` runs stand in one panel, and more in small ones; the setting chooses otherwise."""
     few = {"a": [1] * 6, "b": [1] * 8}
