@@ -80,9 +80,20 @@ OFFSETS = {
 }
 # Formats of 4 bits and their repairs, and prompts by their tokens: task -> more than, at most.
 REPAIRED = [name for name in SHORT if name.startswith(("int4", "engine_format"))]
-BANDS = dict.fromkeys(("humaneval_plus", "gsm8k", "math500"), ((0, inf),))
-WHOLE, CUT = (0, 6143), (6143, inf)  # of LongBench: what is cut has 6,144 tokens and its template's
-BANDS["longbench"] = ((0, 3500), (3500, 6143), CUT, WHOLE)
+# Parts of a benchmark's items: prompts of more and at most so many tokens, and LongBench's subsets of long answers.
+EVERY, WHOLE, CUT = (0, inf), (0, 6143), (6143, inf)  # of LongBench: what is cut has 6,144 tokens and its template's
+SUMMARIES = ("gov_report", "multi_news")  # answers of up to 512 tokens, others of 32 to 128
+PARTS = {task: {"all": EVERY} for task in ("humaneval_plus", "gsm8k", "math500")}
+PARTS["longbench"] = {
+    "short": (0, 3500),
+    "middle": (3500, 6143),
+    "cut": CUT,
+    "whole": WHOLE,
+    "brief": EVERY,
+    "long": EVERY,
+}
+LENGTHS = ("all", "short", "middle", "cut")
+KINDS = {"whole": "read whole", "cut": "cut to 6,144 tokens", "brief": "short answers", "long": "summaries"}
 DRAWN = (*TITLES, "longbench_behind", *FIDELITY)
 USUAL = 0.8  # of the most problems that a setting has: a benchmark's heading has the numbers from here on
 LABELS = ("labels.engine_format=q4_0", "figure.width=7")
@@ -147,26 +158,33 @@ def _cells(group: str, one: StoredRun, metric: str, by_hash: dict, answers: pd.D
     }
 
 
-def by_length(parts: dict[str, Path]) -> pd.DataFrame:
-    """A row for each setting and band of prompt lengths: KL of the gold answer, and the difference of the score."""
+def by_part(parts: dict[str, Path]) -> pd.DataFrame:
+    """A row for each setting and part of a benchmark: KL of the gold answer, and the difference of the score."""
     found = []
-    for title, part in parts.items():
-        if (task := title.partition(" ")[0]) not in BANDS:
+    for title, folder in parts.items():
+        task = title.partition(" ")[0]
+        if task not in PARTS or not title.endswith(MODEL):
             continue
-        (group,) = load_groups(compose_command("compare", [f"results_dir={part}"]))
-        name = MEASURES[task]
+        (group,) = load_groups(compose_command("compare", [f"results_dir={folder}"]))
         full = next(one.samples for one in group.runs if words(one) == "full")
-        for one, (least, most) in product(group.runs, BANDS[task]):
-            here = {key: sample for key, sample in full.items() if least < sample["num_prompt_tokens"] <= most}
+        for one, part in product(group.runs, PARTS[task]):
+            here = {key: sample for key, sample in full.items() if _is_of(sample, task, part)}
             both = [(one.samples[key], here[key]) for key in here if key in one.samples]
             kls = [mine["fidelity"]["kl_mean"] for mine, _ in both]
             kl = estimate({"": [value for value in kls if value is not None]}, bounds=(0, inf))
-            score = paired_difference({"": [(mine["scores"][name], theirs["scores"][name]) for mine, theirs in both]})
+            scores = [tuple(sample["scores"][MEASURES[task]] for sample in pair) for pair in both]
+            score = paired_difference({"": scores})
             tokens = median(sample["num_prompt_tokens"] for sample in here.values())
-            row = {"task": task, "least": least, "most": most, "tokens": tokens, "run": words(one)}
-            row |= {"n": len(both), "kl": kl.value, "kl_low": kl.low, "kl_high": kl.high}
+            row = {"task": task, "part": part, "tokens": tokens, "run": words(one), "n": len(both)}
+            row |= {"kl": kl.value, "kl_low": kl.low, "kl_high": kl.high}
             found.append(row | {"difference": score.value, "low": score.low, "high": score.high})
     return pd.DataFrame(found)
+
+
+def _is_of(sample: dict, task: str, part: str) -> bool:
+    least, most = PARTS[task][part]
+    kind = part not in ("brief", "long") or (sample["subset"] in SUMMARIES) == (part == "long")
+    return kind and least < sample["num_prompt_tokens"] <= most
 
 
 def pictures(parts: dict[str, Path], folder: Path) -> None:
@@ -216,7 +234,7 @@ def tables() -> Iterator[tuple[str, str]]:
     if groups.keys() & OFFSETS:
         yield "mission: offsets", _offsets(groups)
     yield "mission: length", _lengths()
-    yield "mission: cut", _cut()
+    yield "mission: kinds", _kinds()
     yield "mission in short", _short(groups, list(SHORT))
     yield "mission in brief", _short(groups, BRIEF)
 
@@ -242,30 +260,23 @@ def _nats(row: dict | None) -> str:
 
 
 def _lengths() -> str:
-    """KL of each format and repair, a column for each band of prompt lengths, shortest prompts first."""
-    rows = [row for row in rows_of("mission_lengths") if _band(row) != WHOLE]
-    bands = {(row["task"], *_band(row)): float(row["tokens"]) for row in rows}
-    cells = {(row["run"], row["task"], *_band(row)): shown(row, ("kl", "kl_low", "kl_high"), 1, ".3f") for row in rows}
-    order = sorted(bands, key=lambda band: bands[band])
-    heads = [f"{TITLES[band[0]]}, median {bands[band]:,.0f} tokens" for band in order]
-    lines = ([SHORT[name], *(cells.get((name, *band), "") for band in order)] for name in REPAIRED)
+    """KL of each format and repair, a column for each part of prompt lengths, shortest prompts first."""
+    rows = [row for row in rows_of("mission_parts") if row["part"] in LENGTHS]
+    parts = {(row["task"], row["part"]): float(row["tokens"]) for row in rows}
+    cells = {(row["run"], row["task"], row["part"]): shown(row, ("kl", "kl_low", "kl_high"), 1, ".3f") for row in rows}
+    order = sorted(parts, key=lambda part: parts[part])
+    heads = [f"{TITLES[part[0]]}, median {parts[part]:,.0f} tokens" for part in order]
+    lines = ([SHORT[name], *(cells.get((name, *part), "") for part in order)] for name in REPAIRED)
     return markdown(["setting", *heads], lines)
 
 
-def _cut() -> str:
-    """Differences of LongBench's scores, of prompts that were read whole and of those that lost their middle."""
-    rows = [row for row in rows_of("mission_lengths") if row["task"] == "longbench" and row["run"] in SHORT]
-    cells = {(row["run"], _band(row)): (row["n"], shown(row, DIFFERENCE, form="+.1f")) for row in rows}
-    heads = [
-        f"{name}, n={max(int(n) for (_, at), (n, _) in cells.items() if at == band)}"
-        for name, band in (("whole", WHOLE), ("cut to 6,144 tokens", CUT))
-    ]
-    lines = ([SHORT[run], *(cells[run, band][1] for band in (WHOLE, CUT))] for run in SHORT if (run, CUT) in cells)
-    return markdown(["setting", *heads], lines)
-
-
-def _band(row: dict) -> tuple[float, float]:
-    return float(row["least"]), float(row["most"])
+def _kinds() -> str:
+    """Differences of LongBench's scores by kind of prompt and of answer."""
+    rows = [row for row in rows_of("mission_parts") if row["task"] == "longbench" and row["run"] in SHORT]
+    cells = {(row["run"], row["part"]): (int(row["n"]), shown(row, DIFFERENCE, form="+.1f")) for row in rows}
+    heads = [f"{name}, n={max(n for (_, at), (n, _) in cells.items() if at == part)}" for part, name in KINDS.items()]
+    runs = [run for run in SHORT if (run, "cut") in cells]
+    return markdown(["setting", *heads], ([SHORT[run], *(cells[run, part][1] for part in KINDS)] for run in runs))
 
 
 def _short(groups: dict[str, dict[str, dict[str, dict]]], settings: Sequence[str]) -> str:
@@ -315,7 +326,7 @@ def main(study: Path) -> None:
     with tempfile.TemporaryDirectory() as name:
         if parts := parted(study, Path(name)):
             write(HERE / "mission.csv", compared(parts))
-            write(HERE / "mission_lengths.csv", by_length(parts))
+            write(HERE / "mission_parts.csv", by_part(parts))
             pictures(parts, Path(name))
     renew(tables())
 
