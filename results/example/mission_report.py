@@ -21,6 +21,7 @@ from mission import MEASURES, PACKED
 import kvbench as kb
 from kvbench.cli.commands import compose_command
 from kvbench.cli.main import main as kvbench
+from kvbench.config.files import FULL
 from kvbench.evidence.load import StoredRun, find_runs, load_groups
 from kvbench.results.record import RunRecord
 from kvbench.show.terminal import p_text
@@ -78,6 +79,9 @@ OFFSETS = {
     "longctx_512 with gemma-3-270m": "Gemma-3-270M, 512 tokens",
     "longctx_4096 with gemma-3-270m": "Gemma-3-270M, 4,096 tokens",
 }
+# The same of suite=mission-layout, and its items.
+LAYOUTS = {f"gsm8k_last with {MODEL}": "instruction last", f"gsm8k_first with {MODEL}": "first"}
+LAYOUT_ITEMS = "first:80"
 # Formats of 4 bits and their repairs, and prompts by their tokens: task -> more than, at most.
 REPAIRED = [name for name in SHORT if name.startswith(("int4", "engine_format"))]
 # Parts of a benchmark's items: prompts of more and at most so many tokens, and LongBench's subsets of long answers.
@@ -106,15 +110,24 @@ def benchmark(record: RunRecord) -> str:
         name += "_behind"
     if protocol.get("instruction") == "first":
         name += "_first"
+    elif record.identity["task"]["limit"] == LAYOUT_ITEMS:
+        name += "_last"
     if "length" in protocol:
         name += f"_{protocol['length']}"
     return f"{name} with {record.model}"
 
 
 def parted(study: Path, folder: Path) -> dict[str, Path]:
-    """Benchmark -> folder that has links to its runs alone; each is a family of Holm's correction."""
+    """Benchmark -> folder that has links to its runs alone; each is a family of Holm's correction.
+
+    A benchmark that the full cache has not answered to the end is packed to go on from, and left out here.
+    """
     parts = {}
-    for run, record in find_runs(study, {}):
+    runs = [*find_runs(study, {})]
+    through = {benchmark(one) for _, one in runs if one.method == FULL and one.status == "complete"}
+    for run, record in runs:
+        if benchmark(record) not in through:
+            continue
         part = folder / benchmark(record).replace(" ", "_")
         link = part / run.relative_to(study)
         link.parent.mkdir(parents=True, exist_ok=True)
@@ -130,6 +143,8 @@ def compared(parts: dict[str, Path]) -> pd.DataFrame:
         answers = kb.load(part, samples=True)
         (group,) = load_groups(compose_command("compare", [f"results_dir={part}"]))
         for metric in METRICS:
+            if metric != "score" and not (metric in answers and answers[metric].notna().any()):
+                continue  # of short answers every token is in the prompt
             name = MEASURES[group.task] if metric == "score" else metric
             paired = kb.compare(part, metric=name, regressions=0)
             by_hash = {row["hash"]: row for row in paired.to_dict("records")}
@@ -191,7 +206,7 @@ def pictures(parts: dict[str, Path], folder: Path) -> None:
     """The frontiers of each benchmark, methods and formats apart."""
     for title, part in parts.items():
         task, _, model = title.split(" ")
-        if task not in DRAWN:
+        if task not in DRAWN or title in OFFSETS:
             continue
         for name, (methods, least) in SHOWN.items():
             drawn = folder / f"{task}_{model}_{name}_runs"
@@ -224,7 +239,7 @@ def tables() -> Iterator[tuple[str, str]]:
         "setting|answers|bytes, %|score, %|n|score - full's [95 %]|p (Holm)|lost, gained|KL to full|KL of what is new"
     )
     for title, runs in groups.items():
-        if title in OFFSETS:
+        if title in OFFSETS or title in LAYOUTS:
             continue
         if title.partition(" ")[0] in FIDELITY:
             yield f"mission: {title}", _fidelity(runs)
@@ -233,6 +248,8 @@ def tables() -> Iterator[tuple[str, str]]:
             yield f"mission: {title}", markdown(headings.split("|"), map(_line, lines))
     if groups.keys() & OFFSETS:
         yield "mission: offsets", _offsets(groups)
+    if groups.keys() & LAYOUTS:
+        yield "mission: layout", _layout(groups)
     yield "mission: length", _lengths()
     yield "mission: kinds", _kinds()
     yield "mission in short", _short(groups, list(SHORT))
@@ -253,6 +270,23 @@ def _offsets(groups: dict[str, dict[str, dict[str, dict]]]) -> str:
     names = [name for name in REPAIRED if any(name in groups[title] for title in titles)]
     lines = ([SHORT[name], *(_nats(groups[title].get(name, {}).get("kl")) for title in titles)] for name in names)
     return markdown(["setting", *(f"{OFFSETS[title]}, n={most[title]}" for title in titles)], lines)
+
+
+def _layout(groups: dict[str, dict[str, dict[str, dict]]]) -> str:
+    """Differences and KL of each setting, by where the instruction stands."""
+    titles = [title for title in LAYOUTS if title in groups]
+    heads = ["setting", "bytes, %"]
+    for title in titles:
+        full = groups[title]["full"]["score"]
+        heads.append(f"{LAYOUTS[title]}: full {100 * float(full['value']):.1f} %, n={full['answers']}")
+    heads += [f"KL, {LAYOUTS[title]}" for title in titles]
+    lines = []
+    for run, own in groups[titles[0]].items():
+        if run != "full":
+            both = [groups[title].get(run, {}) for title in titles]
+            cells = [shown(one["score"], DIFFERENCE, form="+.1f") if one else "" for one in both]
+            lines.append([f"`{run}`", _line(own)[2], *cells, *(_nats(one.get("kl")) for one in both)])
+    return markdown(heads, lines)
 
 
 def _nats(row: dict | None) -> str:
