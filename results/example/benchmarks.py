@@ -69,7 +69,8 @@ def pack(source: Path, to: Path = STUDY, states: Sequence[str] = ("complete",)) 
         target.mkdir(parents=True, exist_ok=True)
         stored = json.loads((folder / "run.json").read_text()) | {"drift": []}
         for session in stored["sessions"]:
-            session["command"] = [word for word in session["command"] if not _is_path(word.partition("=")[2])]
+            given = (word for word in session["command"] if word != "--config-dir")
+            session["command"] = [word for word in given if not _is_path(word.rpartition("=")[2])]
         config = yaml.safe_load((folder / "config.yaml").read_text())
         write_atomic(target / f"samples.jsonl{PACKED}", lzma.compress(lines, preset=9 | lzma.PRESET_EXTREME))
         write_atomic(target / "run.json", json.dumps(stored, separators=(",", ":"), allow_nan=False).encode() + b"\n")
