@@ -86,14 +86,12 @@ def line(folder: Path, own: Scores, full: Scores) -> list:
 def rows(root: Path) -> Iterator[list]:
     """Cells of all runs below a folder; a run is compared with the full cache under its protocol."""
     records = {path.parent: json.loads(path.read_text()) for path in sorted(root.glob("*/*/*/*/run.json"))}
-    for folder, record in records.items():
-        alike = (
-            key for key, one in records.items() if key.parts[-2] == "full" and one["protocol"] == record["protocol"]
-        )
-        for full in (key for key in alike if key.parts[-4:-2] == folder.parts[-4:-2]):
-            name = primary(records[full])
-            if (own := read(folder, name)) and (whole := read(full, name)):
-                yield line(folder, own, whole)
+    asked = {folder: (*folder.parts[-4:-2], json.dumps(one["protocol"])) for folder, one in records.items()}
+    names = {asked[folder]: primary(one) for folder, one in records.items() if folder.parts[-2] == "full"}
+    fulls = {asked[key]: read(key, names[asked[key]]) for key in records if key.parts[-2] == "full"}
+    for folder, key in asked.items():
+        if fulls.get(key) and (own := read(folder, names[key])):
+            yield line(folder, own, fulls[key])
 
 
 if __name__ == "__main__":
