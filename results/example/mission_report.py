@@ -28,7 +28,7 @@ from kvbench.show.terminal import p_text
 from kvbench.stats.intervals import estimate
 from kvbench.stats.paired import paired_difference
 
-METRICS = ("score", "kl", "kl_new")  # a run that was stopped has its score by the name of the task's measure alone
+METRICS = ("score", "kl", "kl_new", "nll")  # a run that was stopped has its score by the task's measure alone
 PAIRED = "n of difference low high lost gained p p_holm".split()
 # Pictures of each benchmark: name -> methods, and the least share of the problems that a setting has answers to. A
 # picture has the problems that all its settings have, so one that was stopped early would leave few.
@@ -99,6 +99,7 @@ PARTS["longbench"] = {
 LENGTHS = ("all", "short", "middle", "cut")
 KINDS = {"whole": "read whole", "cut": "cut to 6,144 tokens", "brief": "short answers", "long": "summaries"}
 DRAWN = (*TITLES, "longbench_behind", *FIDELITY)
+LEVEL = 0.05  # of Holm's correction over the settings of a benchmark
 USUAL = 0.8  # of the most problems that a setting has: a benchmark's heading has the numbers from here on
 LABELS = ("labels.engine_format=q4_0", "figure.width=7")
 
@@ -252,6 +253,7 @@ def tables() -> Iterator[tuple[str, str]]:
         yield "mission: layout", _layout(groups)
     yield "mission: length", _lengths()
     yield "mission: kinds", _kinds()
+    yield "mission: gold", _gold(groups)
     yield "mission in short", _short(groups, list(SHORT))
     yield "mission in brief", _short(groups, BRIEF)
 
@@ -313,6 +315,23 @@ def _kinds() -> str:
     return markdown(["setting", *heads], ([SHORT[run], *(cells[run, part][1] for part in KINDS)] for run in runs))
 
 
+def _gold(groups: dict[str, dict[str, dict[str, dict]]]) -> str:
+    """Differences of the gold answers' NLL on every benchmark; bold ones are told from the full cache."""
+    columns = {TITLES[task]: groups[f"{task} with {MODEL}"] for task in TITLES}
+    heads, lines = ["setting"], {setting: [name] for setting, name in SHORT.items()}
+    for title, runs in columns.items():
+        rows = {run: own["nll"] for run, own in runs.items() if own.get("nll", {}).get("difference")}
+        most = max(float(row["n"]) for row in rows.values())
+        heads.append(f"{title}, n={most:.0f}")
+        for setting, cells in lines.items():
+            row = rows.get(setting, {})
+            cell = shown(row, DIFFERENCE, 1, "+.3f")
+            told = cell and float(row["p_holm"]) <= LEVEL
+            early = f" (n={float(row['n']):.0f})" if cell and float(row["n"]) < USUAL * most else ""
+            cells.append(f"**{cell}**{early}" if told else f"{cell}{early}")
+    return markdown(heads, lines.values())
+
+
 def _short(groups: dict[str, dict[str, dict[str, dict]]], settings: Sequence[str]) -> str:
     """Bytes of settings, and their difference to the full cache on every benchmark."""
     columns = []
@@ -343,7 +362,7 @@ def _cell(score: dict | None, least: float) -> str:
 
 
 def _line(own: dict[str, dict]) -> list[str]:
-    score, kl, new = (own.get(metric, {}) for metric in METRICS)
+    score, kl, new = (own.get(metric, {}) for metric in METRICS[:3])
     stopped = "" if score["answers"] == score["total"] else f" of {score['total']}"
     paired = ["", "", "", ""]  # the full cache is compared with nothing
     if score["difference"]:

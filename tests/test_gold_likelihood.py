@@ -1,0 +1,59 @@
+"""The gold answers' likelihood of the study of five benchmarks: its table is that of the packed samples."""
+
+import json
+import lzma
+import re
+from collections import defaultdict
+
+import numpy as np
+from places import ROOT
+
+EXAMPLE = ROOT / "results" / "example"
+MARGIN_NATS = 0.05  # a smaller loss counts as none
+
+
+def losses(folder, full):
+    """Arrays of losses in nats, one for each subset, of a run and the full cache's."""
+    parts = defaultdict(list)
+    for key, (subset, nll) in samples(folder).items():
+        if nll is not None and full.get(key, (None, None))[1] is not None:
+            parts[subset].append(nll - full[key][1])
+    return [np.array(part) for _, part in sorted(parts.items())]
+
+
+def samples(folder):
+    """Subset and NLL of each answered sample."""
+    with lzma.open(folder / "samples.jsonl.xz", "rt") as file:
+        lines = [json.loads(line) for line in file if line.strip()]
+    return {line["sample_id"]: (line["subset"], line["fidelity"]["nll"]) for line in lines if line["status"] == "ok"}
+
+
+def p_of_signs(parts, rng, draws=4000):
+    """One-sided p of a mean over subsets above the margin, by random signs."""
+    shifted = [part - MARGIN_NATS for part in parts]
+    seen = np.mean([part.mean() for part in shifted])
+    signed = [(part * rng.choice([-1, 1], (draws, len(part)))).mean(axis=1) for part in shifted]
+    return (1 + np.sum(np.mean(signed, axis=0) >= seen)) / (1 + draws)
+
+
+def test_losses_of_long_prompts_are_those_of_the_samples():
+    """Means of LongBench's column to 0.001 nats; what is bold in it is what a test of random signs tells, too."""
+    text = (ROOT / "docs" / "reference" / "results.md").read_text()
+    table = text.split("<!-- table: mission: gold -->\n")[1].split("<!-- end -->")[0].splitlines()
+    column = [line.split("|")[5].strip() for line in table[2:]]
+    cells = [(cell.startswith("**"), float(re.match(r"\**([+-][\d.]+) ", cell)[1])) for cell in column]
+    folders = {}
+    for path in (EXAMPLE / "mission" / "longbench").glob("*/*/*/run.json"):
+        if json.loads(path.read_text())["protocol"]["query_aware"]:
+            folders.setdefault(path.parent.parent.name, []).append(path.parent)
+    (whole,) = folders.pop("full")
+    full, rng = samples(whole), np.random.default_rng(0)
+    assert sum(nll is not None for _, nll in full.values()) == 74
+    parts = [losses(folder, full) for runs in folders.values() for folder in runs]
+    ps = np.array([p_of_signs(each, rng) for each in parts])
+    order = np.argsort(ps)
+    holm = np.empty_like(ps)
+    holm[order] = np.minimum(1, np.maximum.accumulate(ps[order] * np.arange(len(ps), 0, -1)))
+    found = sorted((p <= 0.05, np.mean([part.mean() for part in each])) for p, each in zip(holm, parts, strict=True))
+    assert [told for told, _ in found] == sorted(told for told, _ in cells) and sum(holm <= 0.05) == 2
+    np.testing.assert_allclose([mean for _, mean in found], [mean for _, mean in sorted(cells)], atol=0.00051)
