@@ -16,7 +16,7 @@ def losses(folder, full):
     """Arrays of losses in nats, one for each subset, of a run and the full cache's."""
     parts = defaultdict(list)
     for key, (subset, nll) in samples(folder).items():
-        if nll is not None and full.get(key, (None, None))[1] is not None:
+        if nll is not None:
             parts[subset].append(nll - full[key][1])
     return [np.array(part) for _, part in sorted(parts.items())]
 

@@ -316,7 +316,7 @@ def _kinds() -> str:
 
 
 def _gold(groups: dict[str, dict[str, dict[str, dict]]]) -> str:
-    """Differences of the gold answers' NLL on every benchmark; bold ones are told from the full cache."""
+    """Table of the paired NLL difference to the full cache, by setting and benchmark; significant losses in bold."""
     columns = {TITLES[task]: groups[f"{task} with {MODEL}"] for task in TITLES}
     heads, lines = ["setting"], {setting: [name] for setting, name in SHORT.items()}
     for title, runs in columns.items():
