@@ -22,7 +22,7 @@ import kvbench as kb
 from kvbench.cli.commands import compose_command
 from kvbench.cli.main import main as kvbench
 from kvbench.config.files import FULL
-from kvbench.evidence.load import StoredRun, find_runs, load_groups
+from kvbench.evidence.load import Group, StoredRun, find_runs, load_groups
 from kvbench.results.record import RunRecord
 from kvbench.show.terminal import p_text
 from kvbench.stats.intervals import estimate
@@ -98,7 +98,8 @@ PARTS["longbench"] = {
 }
 LENGTHS = ("all", "short", "middle", "cut")
 KINDS = {"whole": "read whole", "cut": "cut to 6,144 tokens", "brief": "short answers", "long": "summaries"}
-DRAWN = (*TITLES, "longbench_behind", *FIDELITY)
+BEHIND = "longbench_behind"
+DRAWN = (*TITLES, BEHIND, *FIDELITY)
 LEVEL = 0.05  # of Holm's correction over the settings of a benchmark
 USUAL = 0.8  # of the most problems that a setting has: a benchmark's heading has the numbers from here on
 LABELS = ("labels.engine_format=q4_0", "figure.width=7")
@@ -137,12 +138,16 @@ def parted(study: Path, folder: Path) -> dict[str, Path]:
     return dict(sorted(parts.items()))
 
 
-def compared(parts: dict[str, Path]) -> pd.DataFrame:
+def _group(folder: Path) -> Group:
+    (group,) = load_groups(compose_command("compare", [f"results_dir={folder}"]))
+    return group
+
+
+def compared(parts: dict[str, Path], groups: dict[str, Group]) -> pd.DataFrame:
     """A row for each setting and metric: the paired difference to the full cache, with bytes and lengths."""
     found = []
     for title, part in parts.items():
-        answers = kb.load(part, samples=True)
-        (group,) = load_groups(compose_command("compare", [f"results_dir={part}"]))
+        answers, group = kb.load(part, samples=True), groups[title]
         for metric in METRICS:
             if metric != "score" and not (metric in answers and answers[metric].notna().any()):
                 continue  # of short answers every token is in the prompt
@@ -174,14 +179,13 @@ def _cells(group: str, one: StoredRun, metric: str, by_hash: dict, answers: pd.D
     }
 
 
-def by_part(parts: dict[str, Path]) -> pd.DataFrame:
+def by_part(groups: dict[str, Group]) -> pd.DataFrame:
     """A row for each setting and part of a benchmark: KL of the gold answer, and the difference of the score."""
     found = []
-    for title, folder in parts.items():
+    for title, group in groups.items():
         task = title.partition(" ")[0]
         if task not in PARTS or not title.endswith(MODEL):
             continue
-        (group,) = load_groups(compose_command("compare", [f"results_dir={folder}"]))
         full = next(one.samples for one in group.runs if words(one) == "full")
         for one, part in product(group.runs, PARTS[task]):
             here = {key: sample for key, sample in full.items() if _is_of(sample, task, part)}
@@ -317,7 +321,8 @@ def _kinds() -> str:
 
 def _gold(groups: dict[str, dict[str, dict[str, dict]]]) -> str:
     """Table of the paired NLL difference to the full cache, by setting and benchmark; significant losses in bold."""
-    columns = {TITLES[task]: groups[f"{task} with {MODEL}"] for task in TITLES}
+    tasks = TITLES | {BEHIND: "LongBench, question behind"}
+    columns = {tasks[task]: groups[title] for task in tasks if (title := f"{task} with {MODEL}") in groups}
     heads, lines = ["setting"], {setting: [name] for setting, name in SHORT.items()}
     for title, runs in columns.items():
         rows = {run: own["nll"] for run, own in runs.items() if own.get("nll", {}).get("difference")}
@@ -378,8 +383,9 @@ def main(study: Path) -> None:
     """Make everything."""
     with tempfile.TemporaryDirectory() as name:
         if parts := parted(study, Path(name)):
-            write(HERE / "mission.csv", compared(parts))
-            write(HERE / "mission_parts.csv", by_part(parts))
+            groups = {title: _group(folder) for title, folder in parts.items()}
+            write(HERE / "mission.csv", compared(parts, groups))
+            write(HERE / "mission_parts.csv", by_part(groups))
             pictures(parts, Path(name))
     renew(tables())
 
