@@ -68,9 +68,7 @@ BRIEF = [
 # Benchmarks of the short table: their names here, and where they are read.
 TITLES = {"humaneval_plus": "HumanEval+", "gsm8k": "GSM8K", "math500": "MATH-500", "longbench": "LongBench"}
 MODEL = "qwen2.5-coder-0.5b"  # of the short tables
-FIDELITY = (
-    "aime24",
-)  # the score is at the floor with this model: what is compared is KL along the full cache's answer
+FIDELITY = ("aime24",)  # scores are at the floor: what is compared is KL along the full cache's answer
 # Questions of suite=mission-offsets: as they are named here, and as a column's head has it.
 OFFSETS = {
     "gsm8k with qwen2.5-coder-1.5b": "Qwen2.5-Coder-1.5B, GSM8K",
@@ -79,7 +77,6 @@ OFFSETS = {
     "longctx_512 with gemma-3-270m": "Gemma-3-270M, 512 tokens",
     "longctx_4096 with gemma-3-270m": "Gemma-3-270M, 4,096 tokens",
 }
-# The same of suite=mission-layout, and its items.
 LAYOUTS = {f"gsm8k_last with {MODEL}": "instruction last", f"gsm8k_first with {MODEL}": "first"}
 LAYOUT_ITEMS = "first:80"
 # Formats of 4 bits and their repairs, and prompts by their tokens: task -> more than, at most.
@@ -214,25 +211,29 @@ def pictures(parts: dict[str, Path], folder: Path) -> None:
         if task not in DRAWN or title in OFFSETS:
             continue
         for name, (methods, least) in SHOWN.items():
-            drawn = folder / f"{task}_{model}_{name}_runs"
-            for run in _drawn(part, least):
+            drawn, runs = folder / f"{task}_{model}_{name}_runs", _drawn(part, methods, least)
+            if len(runs) < 2:  # the full cache alone
+                continue
+            for run in runs:
                 (drawn / run.relative_to(part)).parent.mkdir(parents=True, exist_ok=True)
                 (drawn / run.relative_to(part)).symlink_to(run.resolve())
             out = folder / f"{task}_{model}_{name}"
             metric = "kl" if task in FIDELITY else MEASURES[task.removesuffix("_behind")]
             asked = [f"metric={metric}", f"methods=[{','.join(methods)}]", f"out={out}", f"results_dir={drawn}"]
             if kvbench(["report", "view=pareto", *asked, "incomplete=true", "kinds=[png]", "axes=[resident]", *LABELS]):
-                continue  # nothing of it is there
+                raise SystemExit(f"no picture of {title}")
             for number, path in enumerate(sorted(out.glob("*_resident.png"))):
                 picture(path, HERE / f"mission_{task}_{model}_{name}{number or ''}.png")
 
 
-def _drawn(part: Path, least: float) -> Iterator[Path]:
-    """Folders of the runs that answered at least a share of their problems, of several seeds the first."""
-    for folder, record in find_runs(part, {}):
-        seed = record.identity["method"].get("seed", 0)
-        if record.counts.ok >= least * record.counts.total and seed == 0:
-            yield folder
+def _drawn(part: Path, methods: Sequence[str], least: float) -> list[Path]:
+    """Folders of the methods' runs that answered at least a share of their problems, of several seeds the first."""
+    return [
+        folder
+        for folder, record in find_runs(part, {})
+        if record.method in methods and record.counts.ok >= least * record.counts.total
+        if record.identity["method"].get("seed", 0) == 0
+    ]
 
 
 def tables() -> Iterator[tuple[str, str]]:
@@ -287,11 +288,11 @@ def _layout(groups: dict[str, dict[str, dict[str, dict]]]) -> str:
         heads.append(f"{LAYOUTS[title]}: full {100 * float(full['value']):.1f} %, n={full['answers']}")
     heads += [f"KL, {LAYOUTS[title]}" for title in titles]
     lines = []
-    for run, own in groups[titles[0]].items():
-        if run != "full":
-            both = [groups[title].get(run, {}) for title in titles]
-            cells = [shown(one["score"], DIFFERENCE, form="+.1f") if one else "" for one in both]
-            lines.append([f"`{run}`", _line(own)[2], *cells, *(_nats(one.get("kl")) for one in both)])
+    for run in dict.fromkeys(run for title in titles for run in groups[title] if run != "full"):
+        both = [groups[title].get(run, {}) for title in titles]
+        cells = [shown(one["score"], DIFFERENCE, form="+.1f") if one else "" for one in both]
+        held = next(_line(one)[2] for one in both if one)
+        lines.append([f"`{run}`", held, *cells, *(_nats(one.get("kl")) for one in both)])
     return markdown(heads, lines)
 
 
