@@ -16,6 +16,7 @@ COMMANDS = re.findall(
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(900)  # 4.5 minutes on an idle machine
 @need_extension("papers")
 def test_findings_are_made_again(tmp_path):
     """Numbers to the last digits, which other processors round otherwise; of pictures, that they are drawn."""
