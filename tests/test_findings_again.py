@@ -1,10 +1,12 @@
 """`make findings` in a copy: its commands end well, and leave tables and documents as they are."""
 
+import importlib
 import os
 import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -36,3 +38,16 @@ def test_findings_are_made_again(tmp_path):
         name for name, time in pictures.items() if (tmp_path / "results" / "example" / name).stat().st_mtime_ns > time
     ]
     assert len(drawn) > 10
+
+
+@need_extension("papers")
+def test_the_full_cache_alone_is_no_picture(tmp_path, monkeypatch):
+    """LongBench with the question behind the context has no formats of 4 bits to draw."""
+    monkeypatch.syspath_prepend(ROOT / "results" / "example")
+    report = importlib.import_module("mission_report")
+    monkeypatch.setattr(report, "HERE", tmp_path)
+    run = Path("longbench", "qwen2.5-coder-0.5b", "full", "0836e301d22e")
+    (tmp_path / "runs" / run).parent.mkdir(parents=True)
+    (tmp_path / "runs" / run).symlink_to(report.PACKED / run)
+    report.pictures({f"{report.BEHIND} with {report.MODEL}": tmp_path / "runs"}, tmp_path / "drawn")
+    assert not [*tmp_path.glob("*.png")]
